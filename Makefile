@@ -1,0 +1,138 @@
+# kimi-trt: checkpoint → ONNX graphs → TensorRT engines → tokens. `make help` lists the targets.
+#
+# Everything that changes an artifact's content is in its path: build/<model>/<precision>/, and below it
+# <compiler>-<sm>-<profile>/. The exporter runs on every edit of its sources, but an ONNX file is replaced
+# only where its bytes changed, so an engine is rebuilt only then. Packed weights depend on the checkpoint and
+# on spec.json alone. A deleted output comes back.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.SUFFIXES:
+MAKEFLAGS += --no-builtin-rules
+
+MODEL ?= models/k2-nano
+PRESET ?=
+PRECISION ?= fp8
+TARGET ?= auto
+COMPILER ?= rtx
+BATCH ?= 8
+TOKENS ?= 128
+CONTEXT ?= 4096
+PROMPT ?= And it came to pass
+MAX_NEW_TOKENS ?= 256
+TEMPERATURE ?= 0
+SEED ?= 0
+
+PYTHON := .venv/bin/python
+NAME := $(if $(PRESET),$(PRESET),$(notdir $(abspath $(MODEL))))
+SOURCE := $(if $(PRESET),--preset $(PRESET),--checkpoint $(MODEL))
+CONFIG := $(if $(PRESET),graphs/presets/$(PRESET).json,$(MODEL)/config.json)
+GRAPHS := dense moe experts head
+PRECISIONS := fp32 bf16 fp8
+BUILD := build/$(NAME)/$(PRECISION)
+
+# `auto` is this machine's GPU, else sm120: asked of the driver, since the answer is part of a path.
+GPU = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
+SM := $(if $(filter auto,$(TARGET)),sm$(or $(GPU),120),$(TARGET))
+ENGINES := $(BUILD)/$(COMPILER)-$(SM)-b$(BATCH)t$(TOKENS)c$(CONTEXT)
+
+EXPORT_SOURCES := $(wildcard export/*.py graphs/*.py graphs/ops/*.py graphs/passes/*.py)
+RUNTIME_SOURCES := $(wildcard graphs/*.py graphs/passes/*.py runtime/*.py runtime/backends/*.py)
+CHECKPOINT := $(if $(PRESET),,$(wildcard $(MODEL)/*.json $(MODEL)/*.safetensors $(MODEL)/*.model))
+
+# The recipe of a file made by its stamp's rule: bring it back where it was deleted.
+RESTORE = test -e $@ || { rm -f $<; $(MAKE) --no-print-directory $<; }
+
+# One set of rules per precision; $1 is the precision.
+# A stamp that lists files also brings back any of them that was deleted.
+define PRECISION_RULES
+WEIGHTS_$1 := $$(shell cat build/$(NAME)/$1/.weights 2>/dev/null)
+GOLDENS_$1 := $$(shell cat build/$(NAME)/$1/.golden 2>/dev/null)
+
+build/$(NAME)/$1/.exported: $(CONFIG) $(EXPORT_SOURCES) | .venv/.installed
+	@rm -rf $$(@D)/.fresh
+	$(PYTHON) -m export graphs $(SOURCE) --precision $1 --out $$(@D)/.fresh
+	@mkdir -p $$(@D)/onnx
+	@for f in $(GRAPHS:%=onnx/%.onnx) spec.json; do \
+		cmp -s $$(@D)/.fresh/$$$$f $$(@D)/$$$$f || mv $$(@D)/.fresh/$$$$f $$(@D)/$$$$f; done
+	@rm -rf $$(@D)/.fresh
+	@touch $$@
+
+$(GRAPHS:%=build/$(NAME)/$1/onnx/%.onnx) build/$(NAME)/$1/spec.json: build/$(NAME)/$1/.exported
+	@$$(RESTORE)
+
+build/$(NAME)/$1/.weights: $(CHECKPOINT) build/$(NAME)/$1/spec.json
+	$(PYTHON) -m export weights --checkpoint $(MODEL) --out $$(@D) > $$@.tmp
+	@mv $$@.tmp $$@
+
+build/$(NAME)/$1/.golden: build/$(NAME)/$1/.weights $$(WEIGHTS_$1) $(EXPORT_SOURCES)
+	$(PYTHON) -m export golden --checkpoint $(MODEL) --out $$(@D) > $$@.tmp
+	@mv $$@.tmp $$@
+
+build/$(NAME)/$1/.parity: build/$(NAME)/$1/.golden $$(GOLDENS_$1) $(GRAPHS:%=build/$(NAME)/$1/onnx/%.onnx) $(RUNTIME_SOURCES)
+	@$(PYTHON) -m graphs parity $$(@D) | tee $$@.tmp
+	@$(PYTHON) -m runtime parity $$(@D) | tee -a $$@.tmp
+	@mv $$@.tmp $$@
+
+$$(WEIGHTS_$1): build/$(NAME)/$1/.weights
+	@$$(RESTORE)
+
+$$(GOLDENS_$1): build/$(NAME)/$1/.golden
+	@$$(RESTORE)
+endef
+$(foreach precision,$(PRECISIONS),$(eval $(call PRECISION_RULES,$(precision))))
+
+.PHONY: help setup graphs weights golden parity engines generate evaluate train lint test check bench clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
+
+setup: .venv/.installed ## make .venv with the pinned packages
+graphs: $(GRAPHS:%=$(BUILD)/onnx/%.onnx) ## export the four ONNX graphs (MODEL= or PRESET=, PRECISION=)
+weights: $(BUILD)/.weights $(WEIGHTS_$(PRECISION)) ## pack the checkpoint's weights for the engines
+golden: $(BUILD)/.golden $(GOLDENS_$(PRECISION)) ## what the torch reference computes for fixed inputs
+parity: $(PRECISIONS:%=build/$(NAME)/%/.parity) ## graphs, blocks and chain against the reference, all precisions
+	@cat $^
+engines: $(ENGINES)/.engines $(GRAPHS:%=$(ENGINES)/%.engine) $(ENGINES)/manifest.json $(if $(PRESET),,$(BUILD)/.parity) ## everything up to the TensorRT engines (TARGET= BATCH= TOKENS= CONTEXT=)
+
+generate: $(BUILD)/.weights $(WEIGHTS_$(PRECISION)) ## write text (PROMPT= MAX_NEW_TOKENS= TEMPERATURE= SEED=)
+	@$(PYTHON) -m runtime generate $(BUILD) --prompt "$$PROMPT" --max-new-tokens $(MAX_NEW_TOKENS) \
+		--temperature $(TEMPERATURE) --seed $(SEED)
+export PROMPT
+
+evaluate: $(PRECISIONS:%=build/$(NAME)/%/.weights) ## bits per byte of the held-out text, all precisions
+	@for p in $(PRECISIONS); do echo -n "$$p: "; \
+		$(PYTHON) -m runtime evaluate build/$(NAME)/$$p --text $(MODEL)/heldout.txt; done
+
+train: .venv/.installed ## train k2-nano anew into build/trained (about 25 minutes)
+	$(PYTHON) models/train.py --out build/trained
+
+lint: .venv/.installed ## ruff and mypy
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+test: .venv/.installed ## pytest
+	$(PYTHON) -m pytest
+
+check: lint test ## lint and test
+
+clean: ## remove every build, not the virtual environment
+	rm -rf build
+
+.venv/.installed: pyproject.toml constraints.txt
+	@test -x .venv/bin/python || python3 -m venv .venv
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# Only the graphs that changed are compiled; a folder that lacks an engine is made whole.
+$(ENGINES)/.engines: $(GRAPHS:%=$(BUILD)/onnx/%.onnx)
+	$(PYTHON) -m graphs compile $(BUILD) --target $(SM) --compiler $(COMPILER) \
+		--batch $(BATCH) --tokens $(TOKENS) --context $(CONTEXT) \
+		$(patsubst $(BUILD)/onnx/%.onnx,--graph %,$(if $(wildcard $@),$?,$^))
+	@touch $@
+
+$(GRAPHS:%=$(ENGINES)/%.engine) $(ENGINES)/manifest.json: $(ENGINES)/.engines
+	@$(RESTORE)
