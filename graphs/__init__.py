@@ -1,0 +1,1 @@
+"""The contract: config, build spec, custom ops, graph passes, parity and compilation."""
