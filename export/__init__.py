@@ -1,0 +1,1 @@
+"""Checkpoint → ONNX graphs, packed weights and goldens: everything that needs torch."""
