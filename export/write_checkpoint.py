@@ -1,0 +1,70 @@
+"""Write a model in Kimi K2's on-disk format: config, index, shards, block FP8 linear layers."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from export.block_fp8 import encode
+from export.checkpoint import INDEX, SCALE_SUFFIX, CheckpointError, expected_tensors, is_quantised
+from graphs.config import ModelConfig
+
+
+def write_checkpoint(
+    folder: Path, raw_config: Mapping[str, Any], state: Mapping[str, Tensor], shards: int = 2
+) -> None:
+    """Write `state` (checkpoint names, any float dtype) as a checkpoint of `raw_config`.
+
+    With a `quantization_config` the linear layers become block FP8. Gate weights, norms, embedding
+    and head are bf16, the correction bias fp32. Raises CheckpointError where names or shapes differ
+    from what the config calls for; nothing is written then.
+    """
+    config = ModelConfig.from_dict(raw_config)
+    expected = expected_tensors(config)
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if found != expected:
+        wrong = sorted(set(found.items()) ^ set(expected.items()))[0]
+        raise CheckpointError(
+            f"{wrong[0]}: does not match config.json, which calls for shape "
+            f"{expected.get(wrong[0])}, found {found.get(wrong[0])}"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    total = 0
+    names = sorted(expected)
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:06d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for name in names[i * len(names) // shards : (i + 1) * len(names) // shards]:
+            tensors |= _stored(name, state[name], config)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as temporary:
+            save_file(tensors, temporary.name, metadata={"format": "pt"})
+        Path(temporary.name).chmod(0o644)
+        Path(temporary.name).replace(folder / file)
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(t.numel() * t.element_size() for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / INDEX, index)
+    write_json(folder / "config.json", raw_config)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write by a temporary name and a rename."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _stored(name: str, tensor: Tensor, config: ModelConfig) -> dict[str, Tensor]:
+    tensor = tensor.detach()
+    if name.endswith("e_score_correction_bias"):
+        return {name: tensor.to(torch.float32).contiguous()}
+    if config.weight_block_size is None or not is_quantised(name):
+        return {name: tensor.to(torch.bfloat16).contiguous()}
+    block = encode(tensor, config.weight_block_size)
+    return {name: block.weight, name + SCALE_SUFFIX: block.scale}
