@@ -1,0 +1,212 @@
+"""Goldens: what the torch reference computes for fixed inputs, replayed by `parity` on any backend.
+
+    golden/<graph>_<mode>.safetensors   input.*, output.*, tap.* of one graph; metadata names graph
+    and layer golden/end_to_end.safetensors       prompt_ids, logits of every position, cache rows
+    of all layers,
+                                        and the greedy tokens that follow
+
+Inputs are hidden states and cache rows of the model itself, on a fixed text, rounded to the types
+in which the graph reads them, before the reference sees them. Taps are in the checkpoint's layout.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from export.attention import LatentRows, Taps, causal_mask
+from export.block import ReferenceModel
+from export.checkpoint import Checkpoint
+from export.feedforward import MoE
+from export.pack import matching_spec, to_numpy
+from export.rounded import round_bf16, rounded_reference
+from graphs.config import BlockType
+from graphs.ops import MASKED
+from graphs.spec import SLOTS, BuildSpec, Precision
+from graphs.tensorfile import write_tensors
+
+TEXT = "And it came to pass in those days, that a man of the hill country went up to the gate."
+PROMPT_LENGTH = 48
+GREEDY_TOKENS = 64
+STRIDE = 64  # rows between two sequences of a batch, as the runtime's cache lays them out
+
+Arrays = dict[str, Tensor]
+
+
+def write_goldens(checkpoint: Checkpoint, build: Path) -> list[Path]:
+    """Compute and write all goldens of a build. Raises BuildError, CheckpointError."""
+    spec = matching_spec(checkpoint, build)
+    golden = _Golden(rounded_reference(checkpoint, spec.precision), spec.precision)
+    (build / "golden").mkdir(exist_ok=True)
+    cases: dict[str, tuple[dict[str, str], Arrays]] = {}
+    blocks: list[BlockType] = ["dense", "moe"]
+    for block in (b for b in blocks if spec.config.count(b)):
+        layer = 0 if block == "dense" else spec.config.first_k_dense_replace
+        for mode, arrays in golden.block_cases(layer).items():
+            cases[f"{block}_{mode}"] = {"graph": block, "layer": str(layer)}, arrays
+        if block == "moe":
+            experts = golden.experts_case(layer, cases["moe_prefill"][1])
+            cases["experts_prefill"] = {"graph": "experts", "layer": str(layer)}, experts
+    cases["head_prefill"] = {"graph": "head", "layer": "-1"}, golden.head_case()
+    cases["end_to_end"] = {"graph": "chain", "layer": "-1"}, golden.end_to_end()
+    return [_write(spec, build, name, *case) for name, case in cases.items()]
+
+
+def _write(
+    spec: BuildSpec, build: Path, name: str, metadata: dict[str, str], arrays: Arrays
+) -> Path:
+    path = build / "golden" / f"{name}.safetensors"
+    numpy = {key: to_numpy(value.detach()) for key, value in arrays.items()}
+    shapes = {key: (array.dtype, array.shape) for key, array in numpy.items()}
+    write_tensors(path, shapes, iter(numpy.items()), spec.file_metadata(name) | metadata)
+    return path
+
+
+def prompt_ids(vocab_size: int, bos: int, length: int) -> Tensor:
+    """[1, length]: BOS, then the text's bytes, repeated; within any vocabulary."""
+    text = (TEXT.encode() * (length // len(TEXT) + 1))[: length - 1]
+    return torch.tensor([[bos, *(byte % vocab_size for byte in text)]])
+
+
+@dataclass(frozen=True)
+class _Golden:
+    model: ReferenceModel
+    precision: Precision
+
+    @property
+    def activation(self) -> torch.dtype:
+        return torch.float32 if self.precision == "fp32" else torch.bfloat16
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """As it is after being stored in the activation's type."""
+        return x if self.precision == "fp32" else round_bf16(x)
+
+    def prompt(self) -> Tensor:
+        config = self.model.config
+        return prompt_ids(config.vocab_size, config.bos_token_id, PROMPT_LENGTH)
+
+    def block_cases(self, layer: int) -> dict[str, Arrays]:
+        """Prefill from nothing, a second chunk, and one token each for three unequal lengths."""
+        taps: list[Taps] = [{} for _ in self.model.model.layers]
+        self.model(self.prompt(), taps=taps)
+        x = taps[layer]["x"]
+        context = self.rounded(
+            torch.cat([taps[layer]["c_kv_normed"], taps[layer]["k_pe_rotated"]], -1)
+        )
+        half = PROMPT_LENGTH // 2
+        prefill = self.run_block(layer, x[:, :half], context[:, :0], [0], stride=0)
+        chunk = self.run_block(layer, x[:, half:], context[:, :half], [half], stride=half)
+        lengths = [5, half, PROMPT_LENGTH - 1]
+        tokens = torch.cat([x[:, n : n + 1] for n in lengths])
+        decode = self.run_block(
+            layer, tokens, context.expand(len(lengths), -1, -1), lengths, stride=STRIDE
+        )
+        return {"prefill": prefill, "chunk": chunk, "decode": decode}
+
+    def run_block(
+        self, layer: int, x_BSD: Tensor, context: Tensor, lengths: Sequence[int], stride: int
+    ) -> Arrays:
+        """One block on a batch of unequal contexts; the reference runs each sequence alone."""
+        config = self.model.config
+        batch, new, _ = x_BSD.shape
+        block = self.model.block(layer)
+        positions = torch.tensor(lengths)[:, None] + torch.arange(new)
+        results: list[Taps] = []
+        for b, length in enumerate(lengths):
+            rows = context[b : b + 1, :length]
+            C = config.kv_lora_rank
+            cache = LatentRows(rows[..., :C], rows[..., C:])
+            tables = self.model.tables(positions[b : b + 1], x_BSD.dtype)
+            taps: Taps = {}
+            block(x_BSD[b : b + 1], *tables, causal_mask(new, length, x_BSD.dtype), cache, taps)
+            results.append(taps)
+        padded = torch.zeros(batch, stride, config.cache_width)
+        for b, length in enumerate(lengths):
+            padded[b, :length] = context[b, :length]
+        arrays = {
+            "input.x": x_BSD,
+            "input.positions": positions,
+            "input.mask": _mask(lengths, new, stride).to(self.activation),
+            "input.context": padded.to(self.activation),
+        }
+        arrays |= self.block_outputs(results, isinstance(block.mlp, MoE))
+        if isinstance(block.mlp, MoE):
+            arrays["bias"] = block.mlp.gate.e_score_correction_bias
+        per_head = {"scores", "probabilities", "k_nope", "keys", "values"}  # of unequal lengths
+        for name in results[0].keys() - per_head:
+            arrays[f"tap.{name}"] = torch.cat([taps[name] for taps in results])
+        return arrays
+
+    def block_outputs(self, results: list[Taps], moe: bool) -> Arrays:
+        def whole(name: str) -> Tensor:
+            return torch.cat([taps[name] for taps in results])
+
+        new = torch.cat([whole("c_kv_normed"), whole("k_pe_rotated")], dim=-1)
+        outputs = {"output.new": new.to(self.activation), "output.y": whole("y")}
+        if moe:
+            outputs |= {
+                "output.acc": (whole("x_mid") + whole("shared")).flatten(0, 1),
+                "output.h": whole("h").flatten(0, 1).to(self.activation),
+                "output.experts": whole("experts"),
+                "output.expert_weights": whole("expert_weights"),
+            }
+        return outputs
+
+    def experts_case(self, layer: int, prefill: Arrays) -> Arrays:
+        """The experts graph on the first experts of the MoE prefill, its last slot unused."""
+        h, acc = prefill["output.h"], prefill["output.acc"]
+        chosen, weights = prefill["output.experts"], prefill["output.expert_weights"]
+        used = torch.unique(chosen).tolist()[: SLOTS - 1]
+        moe = self.model.block(layer).mlp
+        assert isinstance(moe, MoE)
+        arrays = {"input.h": h, "input.acc": acc}
+        result = acc.clone()
+        for slot in range(SLOTS):
+            rows, gates = torch.tensor([0]), torch.zeros(1, 1)
+            if slot < len(used):
+                rows, columns = torch.where(chosen == used[slot])
+                gates = weights[rows, columns, None]
+                result[rows] += moe.experts[used[slot]](h[rows].float()) * gates
+            arrays |= {f"input.rows_{slot}": rows, f"input.gates_{slot}": gates}
+        arrays["slot_experts"] = torch.tensor((used + [used[0]] * SLOTS)[:SLOTS])
+        arrays["output.acc_out"] = result
+        return arrays
+
+    def head_case(self) -> Arrays:
+        taps: list[Taps] = [{} for _ in self.model.model.layers]
+        logits = self.model(self.prompt(), taps=taps)
+        return {"input.hidden": taps[-1]["y"][0], "output.logits": logits[0]}
+
+    def end_to_end(self) -> Arrays:
+        """Prefill of the prompt in one step, then greedy decoding; the cache in its own type."""
+        ids = self.prompt()
+        caches = self.model.empty_caches(1)
+        logits = self.model(ids, caches)
+        rows = torch.stack([cache.rows()[0] for cache in caches if isinstance(cache, LatentRows)])
+        step, tokens = logits, []
+        for _ in range(GREEDY_TOKENS):
+            tokens.append(int(step[0, -1].argmax()))
+            for cache in caches:
+                assert isinstance(cache, LatentRows)
+                cache.latent_BTC, cache.k_pe_BTR = (
+                    self.rounded(cache.latent_BTC),
+                    self.rounded(cache.k_pe_BTR),
+                )
+            step = self.model(torch.tensor([tokens[-1:]]), caches)
+        return {
+            "prompt_ids": ids[0],
+            "logits": logits[0],
+            "rows": rows.to(self.activation),
+            "tokens": torch.tensor(tokens),
+        }
+
+
+def _mask(lengths: Sequence[int], new: int, stride: int) -> Tensor:
+    """[B, stride+new, 1, new], keys-major: query i sees its cached rows and new rows 0 … i."""
+    keys = torch.arange(stride + new)[None, :, None]
+    queries = torch.arange(new)[None, None, :]
+    cached = keys < torch.tensor(lengths)[:, None, None]
+    own = (keys >= stride) & (keys - stride <= queries)
+    return torch.where(cached | own, 0.0, MASKED)[:, :, None, :]
