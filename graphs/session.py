@@ -1,0 +1,58 @@
+"""ONNX Runtime, as every part of the project uses it: one session per graph, everything bound.
+
+bf16 and FP8 have no numpy type that ONNX Runtime takes, so tensors are handed over as views of
+their bytes, without a copy, and results are written into arrays of the caller's.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto
+
+from graphs.passes.widen import widen
+from graphs.spec import BuildSpec, GraphName
+from graphs.tensorfile import DTYPES, Array
+
+_ONNX_TYPE = {dtype: TensorProto.DataType.Value(n.upper()) for n, (_, dtype) in DTYPES.items()}
+_CARRIER = {1: np.uint8, 2: np.uint16}
+
+
+def ort_value(array: Array) -> Any:
+    """An OrtValue over the array's own memory. Raises ValueError where it is not contiguous: ONNX
+    Runtime would copy it silently, and what is written to it would be lost.
+    """
+    if not array.flags.c_contiguous:
+        raise ValueError(f"a contiguous array expected, found strides {array.strides}")
+    onnx_type = _ONNX_TYPE[array.dtype]
+    if array.dtype.kind != "V" and array.dtype.itemsize > 2:
+        return ort.OrtValue.ortvalue_from_numpy(array)
+    carrier = array.view(_CARRIER[array.dtype.itemsize])
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(carrier, onnx_type)
+
+
+def open_session(spec: BuildSpec, content: bytes, graph: GraphName, threads: int) -> Any:
+    """A CPU session of one graph: fp32 as exported, other precisions in their widened form.
+
+    `threads` is ONNX Runtime's thread count, 0 for one per core.
+    """
+    if spec.precision != "fp32":
+        content = widen(onnx.load_from_string(content)).SerializeToString()
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # its FP8 Q/DQ fusion makes a node that it then rejects
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def run(session: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+    """One run that writes into `outputs`."""
+    binding = session.io_binding()
+    for name, array in inputs.items():
+        binding.bind_ortvalue_input(name, ort_value(array))
+    for name, array in outputs.items():
+        binding.bind_ortvalue_output(name, ort_value(array))
+    session.run_with_iobinding(binding)
