@@ -1,0 +1,211 @@
+"""`python -m graphs describe|parity|compile`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from graphs.accounting import Account, Figures
+from graphs.cli import make_app, run
+from graphs.compile import Step, compile_build
+from graphs.config import load_config
+from graphs.manifest import MODES, EngineRecord, Manifest, Profile
+from graphs.parity import graph_parity, print_parity
+from graphs.spec import GRAPHS, GraphName
+from graphs.targets import TARGETS, CompileError
+from graphs.tensorrt import Compiler, TensorRTError
+
+WIDTH = 120  # of tables where there is no terminal to fill
+
+app = make_app("The contract between export and runtime: models, graphs and engines.")
+
+
+@app.command()
+def describe(
+    source: Annotated[
+        str,
+        typer.Argument(help="A preset (k2), a config.json, or a checkpoint's folder."),
+    ],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Every figure, for programs to read.")
+    ] = False,
+) -> None:
+    """Parameters and bytes of each part of a block and of the model, and what the cache holds."""
+    account = Account.of(load_config(source))
+    if as_json:
+        print(json.dumps(account.as_dict(), indent=1, ensure_ascii=False))
+        return
+    console = _console()
+    console.print(_parameter_table(account))
+    values = account.cache_values
+    console.print(f"active per token, with lm_head: {account.active_parameters_per_token:,}")
+    for kind in account.blocks:
+        console.print(f"active per token, {kind} block: {account.active_parameters(kind):,}")
+    console.print(
+        f"cache, values a position and layer: {values['latent']:,} as latent, "
+        f"{values['per_head']:,} as per-head keys and values"
+    )
+
+
+@app.command()
+def parity(
+    build: Annotated[
+        Path, typer.Argument(help="A build folder with goldens: build/MODEL/PRECISION.")
+    ],
+    threads: Annotated[int, typer.Option(help="ONNX Runtime's threads; 0: one per core.")] = 0,
+) -> None:
+    """Replay each graph's goldens in plain ONNX Runtime; exit status 1 past tolerance."""
+    if not print_parity(f"{build}: each graph alone", graph_parity(build, threads)):
+        raise typer.Exit(1)
+
+
+@app.command("compile")
+def compile_command(
+    build: Annotated[
+        Path, typer.Argument(help="A build folder with spec.json: build/MODEL/PRECISION.")
+    ],
+    target: Annotated[
+        str,
+        typer.Option(
+            help="The GPU's compute capability, as sm89 or sm120. auto is this machine's GPU, and "
+            f"sm120 where there is none. rtx knows {', '.join(f'sm{sm}' for sm in TARGETS['rtx'])}."
+        ),
+    ] = "auto",
+    compiler: Annotated[
+        Compiler,
+        typer.Option(
+            help="rtx: TensorRT-RTX, builds without a GPU. tensorrt: TensorRT, for the data-centre "
+            "GPU of this machine."
+        ),
+    ] = "rtx",
+    batch: Annotated[int, typer.Option(help="Sequences of a decode step, at most.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens of a prefill step, at most.")] = 128,
+    context: Annotated[int, typer.Option(help="Cached rows of a sequence, at most.")] = 4096,
+    graph: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Build this graph's engine only ({', '.join(GRAPHS)}); may be repeated. Engines "
+            "of the others stay in the manifest where they still match. All, where none is named."
+        ),
+    ] = None,
+) -> None:
+    """Engines from a build folder's graphs, in BUILD/COMPILER-SM-PROFILE/, with manifest.json."""
+    console = _console()
+    with _Display(console) as display:
+        manifest = compile_build(
+            build,
+            target,
+            Profile(batch, tokens, context),
+            compiler,
+            graph or GRAPHS,
+            display.report,
+        )
+    console.print(_engine_table(manifest))
+    console.print(f"{build / manifest.folder}", soft_wrap=True)
+    if missing := [name for name in GRAPHS if name not in manifest.engines]:
+        console.print(f"not built, or no longer of their ONNX file: {', '.join(missing)}")
+
+
+class _Display:
+    """Bars on a terminal, else one line an engine."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.tasks: dict[GraphName, TaskID] = {}
+        self.progress = Progress(
+            TextColumn("{task.fields[graph]:8}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> "_Display":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def report(self, graph: GraphName, event: Step | EngineRecord) -> None:
+        if graph not in self.tasks:
+            self.tasks[graph] = self.progress.add_task("", total=1.0, graph=graph)
+        share, text = (event.share, event.phase) if isinstance(event, Step) else (1.0, "done")
+        self.progress.update(self.tasks[graph], completed=share, description=text)
+        if isinstance(event, EngineRecord) and not self.console.is_terminal:
+            activation = ", ".join(f"{_mb(event.activation_bytes[m])} {m}" for m in MODES)
+            self.console.print(
+                f"{graph}: {event.seconds:.1f} s, engine {_mb(event.bytes)}, "
+                f"activation {activation}"
+            )
+
+
+def _engine_table(manifest: Manifest) -> Table:
+    p = manifest.profile
+    table = Table(
+        title=f"{manifest.compiler} {manifest.target}: decode {p.batch} × 1 token, prefill "
+        f"1 × {p.tokens} tokens, on up to {p.context} cached rows"
+    )
+    table.add_column("graph")
+    for column in ("seconds", "peak memory", "engine", *(f"activation, {m}" for m in MODES)):
+        table.add_column(column, justify="right")
+    for graph, engine in manifest.engines.items():
+        sizes = (
+            engine.peak_resident_bytes,
+            engine.bytes,
+            *(engine.activation_bytes[m] for m in MODES),
+        )
+        table.add_row(graph, f"{engine.seconds:.1f}", *map(_mb, sizes))
+    return table
+
+
+def _parameter_table(account: Account) -> Table:
+    table = Table(title=f"{account.config.num_hidden_layers} layers")
+    table.add_column("")
+    for column in ("parameters", "bf16 checkpoint, B", "FP8 checkpoint, B", "fp8 packed, B"):
+        table.add_column(column, justify="right")
+
+    def row(name: str, figures: Figures, style: str | None = None, section: bool = False) -> None:
+        fp8 = figures.fp8_checkpoint_bytes
+        sizes = (figures.bf16_checkpoint_bytes, fp8, figures.packed_bytes["fp8"])
+        cells = ("–" if size is None else f"{size:,}" for size in (figures.parameters, *sizes))
+        table.add_row(name, *cells, style=style, end_section=section)
+
+    for kind, components in account.blocks.items():
+        attention = [c for c in components if c.attention]
+        for component in attention:
+            row(f"    {component.name}", account.figures([component]))
+        row("  attention", account.figures(attention))
+        for component in components[len(attention) :]:
+            row(f"  {component.name}", account.figures([component]))
+        count = account.config.count(kind)
+        row(f"{kind} block", account.figures(components), "bold")
+        row(f"{kind} blocks, {count} in all", account.figures(components * count))
+        row(
+            "  of it output projection",
+            account.figures(attention[-1:] * count),
+            section=True,
+        )
+    for component in account.ends:
+        row(component.name, account.figures([component]))
+    row("model", account.model, "bold")
+    return table
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+def _mb(size: int | None) -> str:
+    return "–" if size is None else f"{size / 1e6:.1f} MB"
+
+
+if __name__ == "__main__":
+    run(app, CompileError, TensorRTError)
