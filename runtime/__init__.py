@@ -1,0 +1,1 @@
+"""Engines, weights and cache → tokens. Opens nothing outside a build folder."""

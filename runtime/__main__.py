@@ -1,0 +1,145 @@
+"""`python -m runtime`: generate, evaluate and check parity from a build folder."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from graphs.cli import make_app, run
+from graphs.config import ModelConfig
+from graphs.manifest import Profile
+from graphs.parity import print_parity
+from graphs.spec import GRAPHS, BuildError, BuildSpec
+from runtime.chain import Chain, StepError
+from runtime.evaluate import bits_per_byte
+from runtime.generate import generate as generate_tokens
+from runtime.kv_cache import CacheError
+from runtime.parity import runtime_parity
+from runtime.sampling import Sampler
+from runtime.tokenizer import ByteTokenizer, load_tokenizer, stop_ids
+
+app = make_app("Tokens from a build folder, on ONNX Runtime.")
+
+Build = Annotated[Path, typer.Argument(help="Build folder, build/MODEL/PRECISION.")]
+Threads = Annotated[int, typer.Option(help="ONNX Runtime's threads; 0: one per core.")]
+Context = Annotated[int, typer.Option(help="Cache rows, and the longest sequence.")]
+Chunk = Annotated[int, typer.Option(help="Prompt tokens a step.")]
+
+
+@app.command()
+def generate(
+    build: Build,
+    prompt: Annotated[str | None, typer.Option(help="Text to go on from.")] = None,
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead: 1,2,3")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    seed: int = 0,
+    context: Context = 4096,
+    chunk: Chunk = 128,
+    threads: Threads = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one object: prompt_ids, tokens, text.")
+    ] = False,
+) -> None:
+    """Write text: streamed as it comes, with tokens/s at the end."""
+    if (prompt is None) == (prompt_ids is None):
+        raise typer.BadParameter("exactly one of --prompt and --prompt-ids is needed")
+    config = BuildSpec.load(build).config
+    tokenizer = _tokenizer(build, config, required=prompt is not None)
+    if prompt is not None:
+        assert tokenizer is not None
+        ids = tokenizer.encode(prompt)
+    else:
+        ids = _parse_ids(prompt_ids or "")
+    sampler = Sampler(temperature, seed)
+    chain = _load(build, Profile(tokens=chunk, context=context), threads)
+    stream = tokenizer.stream() if tokenizer else None
+    tokens: list[int] = []
+    text = ""
+
+    def emit(piece: str) -> None:
+        nonlocal text
+        text += piece
+        if not as_json:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+    start = time.perf_counter()
+    for token in generate_tokens(chain, ids, max_new_tokens, sampler, stop_ids(build, config)):
+        tokens.append(token)
+        emit(stream.push(token) if stream else f"{token} ")
+    seconds = time.perf_counter() - start
+    emit(stream.finish() if stream else "")
+    if as_json:
+        print(json.dumps({"prompt_ids": ids, "tokens": tokens, "text": text}))
+    else:
+        print()
+        rate = len(tokens) / seconds
+        print(f"{len(tokens)} tokens in {seconds:.2f} s, {rate:.1f} tokens/s", file=sys.stderr)
+
+
+@app.command()
+def evaluate(
+    build: Build,
+    text: Annotated[Path, typer.Option(help="File to score.")],
+    threads: Threads = 0,
+) -> None:
+    """Bits per byte of a text, in windows of 512 tokens with at least 255 bytes of context."""
+    if not text.is_file():
+        raise BuildError(f"{text}: no such file")
+    chain = _load(build, Profile(tokens=512, context=512), threads)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("scoring", total=None)
+        score = bits_per_byte(
+            chain,
+            text.read_bytes(),
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    print(f"{score:.4f} bits per byte")
+
+
+@app.command()
+def parity(build: Build, threads: Threads = 0) -> None:
+    """Replay the goldens of blocks and of the whole chain; exit status 1 past tolerance."""
+    chain = _load(build, Profile(), threads)
+    if not print_parity(f"{build}: blocks and chain", runtime_parity(chain, build)):
+        raise typer.Exit(1)
+
+
+def _load(build: Path, profile: Profile, threads: int) -> Chain:
+    """A chain, with a progress bar on standard error."""
+    steps = len(GRAPHS) + BuildSpec.load(build).config.num_hidden_layers
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("loading", total=steps)
+        return Chain.load(
+            build,
+            profile,
+            threads=threads,
+            progress=lambda what: progress.update(task, description=what, advance=1),
+        )
+
+
+def _tokenizer(build: Path, config: ModelConfig, required: bool) -> ByteTokenizer | None:
+    """None where token ids came in and the build's tokenizer cannot be read."""
+    try:
+        return load_tokenizer(build, config)
+    except BuildError:
+        if required:
+            raise
+        return None
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as e:
+        raise StepError(f"--prompt-ids: whole numbers as 1,2,3 expected, found {text!r}") from e
+
+
+if __name__ == "__main__":
+    run(app, StepError, CacheError, ValueError)

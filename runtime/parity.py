@@ -1,0 +1,84 @@
+"""Replay a build's goldens on a backend: blocks with their routed experts, and the whole chain."""
+
+from pathlib import Path
+
+import numpy as np
+
+from graphs.metrics import Row, compare
+from graphs.parity import compare_outputs, graph_cases, routing_rows
+from graphs.tensorfile import Array, TensorFile
+from runtime.chain import Chain
+from runtime.generate import generate, prefill
+from runtime.routing import expert_slots
+from runtime.sampling import Sampler
+
+
+def runtime_parity(chain: Chain, build: Path) -> list[Row]:
+    """A row per output. Raises BuildError where there are no goldens."""
+    rows: list[Row] = []
+    for golden in graph_cases(build, chain.spec):
+        if golden.metadata["graph"] in ("dense", "moe"):
+            rows += _block(chain, golden)
+    name = "end_to_end"
+    path = build / "golden" / f"{name}.safetensors"
+    return rows + _chain(chain, TensorFile.open(path, chain.spec.file_metadata(name)))
+
+
+def _block(chain: Chain, golden: TensorFile) -> list[Row]:
+    spec, layer = chain.spec, int(golden.metadata["layer"])
+    block = spec.config.block_type(layer)
+    inputs = {
+        n.removeprefix("input."): a for n, a in golden.tensors.items() if n.startswith("input.")
+    }
+    names = [t.name for t in spec.graphs[block].outputs]
+    outputs = {name: np.empty_like(golden[f"output.{name}"]) for name in names}
+    chain.backend.block(block, layer, inputs, outputs)
+    if block == "dense":
+        return compare_outputs(golden, outputs, spec)
+    rows, same = routing_rows(golden, outputs["experts"], outputs["expert_weights"], spec)
+    y = _with_experts(chain, layer, outputs)
+    expected = golden["output.y"].reshape(y.shape)
+    remark = "" if same.all() else "tokens with the same experts"
+    case = golden.path.stem
+    rows.append(compare(case, "y", y[same], expected[same], spec.precision, remark))
+    rows.append(compare(case, "new", outputs["new"], golden["output.new"], spec.precision))
+    return rows
+
+
+def _with_experts(chain: Chain, layer: int, outputs: dict[str, Array]) -> Array:
+    h, acc = outputs["h"], outputs["acc"]
+    valid = np.ones(len(h), dtype=bool)
+    routing = outputs["experts"], outputs["expert_weights"]
+    for group in expert_slots(*routing, valid, chain.spec.slots):
+        inputs = {"h": h, "acc": acc}
+        for index, slot in enumerate(group):
+            inputs |= {f"rows_{index}": slot.rows, f"gates_{index}": slot.gates}
+        result = np.empty_like(acc)
+        chain.backend.experts(layer, [s.expert for s in group], inputs, {"acc_out": result})
+        acc = result
+    return acc
+
+
+def _chain(chain: Chain, golden: TensorFile) -> list[Row]:
+    """Prefill of the prompt in one step, then greedy decoding."""
+    precision, case = chain.spec.precision, golden.path.stem
+    ids, expected = golden["prompt_ids"].tolist(), golden["tokens"].tolist()
+    handle = chain.cache.allocate()
+    try:
+        (logits,) = prefill(chain, handle, ids, len(ids), all_logits=True)
+        slot = chain.cache.slots.slot(handle)
+        cached = np.stack(
+            [chain.cache.context(i, slot, 1)[0] for i in range(len(chain.cache.rows))]
+        )
+    finally:
+        chain.cache.free(handle)
+    found = list(generate(chain, ids, len(expected), Sampler(), chunk=len(ids)))
+    same = next(
+        (i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b), len(expected)
+    )
+    remark = f"{same} of {len(expected)} greedy tokens equal"
+    return [
+        compare(case, "logits", logits, golden["logits"], precision),
+        compare(case, "rows", cached, golden["rows"], precision),
+        Row(case, "tokens", 0.0, 0.0, 0.0, same == len(expected), remark),
+    ]
