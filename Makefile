@@ -95,7 +95,7 @@ weights: $(BUILD)/.weights $(WEIGHTS_$(PRECISION)) ## pack the checkpoint's weig
 golden: $(BUILD)/.golden $(GOLDENS_$(PRECISION)) ## what the torch reference computes for fixed inputs
 parity: $(PRECISIONS:%=build/$(NAME)/%/.parity) ## graphs, blocks and chain against the reference, all precisions
 	@cat $^
-engines: $(ENGINES)/.engines $(GRAPHS:%=$(ENGINES)/%.engine) $(ENGINES)/manifest.json $(if $(PRESET),,$(BUILD)/.parity) ## everything up to the TensorRT engines (TARGET= BATCH= TOKENS= CONTEXT=)
+engines: $(if $(PRESET),,$(BUILD)/.parity) $(ENGINES)/.engines $(GRAPHS:%=$(ENGINES)/%.engine) $(ENGINES)/manifest.json ## everything up to the TensorRT engines (MODEL= or PRESET=, PRECISION= TARGET= BATCH= TOKENS= CONTEXT=)
 
 generate: $(BUILD)/.weights $(WEIGHTS_$(PRECISION)) ## write text (PROMPT= MAX_NEW_TOKENS= TEMPERATURE= SEED=)
 	@$(PYTHON) -m runtime generate $(BUILD) --prompt "$$PROMPT" --max-new-tokens $(MAX_NEW_TOKENS) \

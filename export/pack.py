@@ -13,6 +13,7 @@ Which tensors a layer's file holds, and their shapes, is read from the build's s
 """
 
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,6 @@ from graphs.spec import (
     BuildSpec,
     TensorSpec,
     config_hash,
-    expert_weight,
     layer_file,
 )
 from graphs.tensorfile import DTYPES, Array, write_tensors
@@ -158,44 +158,44 @@ class LayerPacker:
         return self.checkpoint.wide(self.prefix + name, self.shapes[self.prefix + name])
 
 
-def layer_specs(spec: BuildSpec, layer: int) -> dict[str, TensorSpec]:
-    """The tensors of a layer's file by name: its block's weights, and every routed expert's."""
-    config = spec.config
-    block = config.block_type(layer)
-    specs = {t.name: t for t in spec.graphs[block].weights}
-    if block == "moe":
-        slot = [t for t in spec.graphs["experts"].weights if t.name.startswith("slots.0.")]
-        for expert in range(config.n_routed_experts):
-            specs |= {expert_weight(t.name, expert): t for t in slot}
-    return specs
-
-
 def pack(checkpoint: Checkpoint, build: Path, progress: Progress) -> list[Path]:
-    """Write weights, rope tables, tokenizer and generation config into a build folder; returns the
-    files.
+    """Write weights, rope tables, tokenizer and generation config; returns the files.
 
-    Raises BuildError where the build was exported from another config, CheckpointError where the
-    checkpoint cannot be used; each file is written whole or not at all.
+    They are made in a folder beside the build and moved in when all are whole. Raises BuildError
+    where the build was exported from another config, CheckpointError where the checkpoint cannot be
+    used; the build is as it was then.
     """
     spec = matching_spec(checkpoint, build)
+    with tempfile.TemporaryDirectory(dir=build, prefix=".packing_") as folder:
+        files = _pack_into(Path(folder), checkpoint, spec, progress)
+        (build / "weights").mkdir(exist_ok=True)
+        (build / "tokenizer").mkdir(exist_ok=True)
+        for file in files:
+            (Path(folder) / file).replace(build / file)
+    return [build / file for file in files]
+
+
+def _pack_into(
+    folder: Path, checkpoint: Checkpoint, spec: BuildSpec, progress: Progress
+) -> list[str]:
+    """Write every file below `folder`; returns their paths in it."""
     form = Form.of(spec.precision)
-    (build / "weights").mkdir(exist_ok=True)
+    (folder / "weights").mkdir()
     files = [EMBED_FILE, *(layer_file(i) for i in range(spec.config.num_hidden_layers)), HEAD_FILE]
     for done, file in enumerate(files):
         progress(file, done, len(files))
         if file == EMBED_FILE:
-            _write_embedding(checkpoint, form, spec, build)
+            _write_embedding(checkpoint, form, spec, folder)
         elif file == HEAD_FILE:
-            _write_head(checkpoint, spec, build)
+            _write_head(checkpoint, spec, folder)
         else:
-            _write_layer(checkpoint, form, spec, build, done - 1)
+            _write_layer(checkpoint, form, spec, folder, done - 1)
     cos, sin = (to_numpy(t) for t in rope_tables(spec.config))
     shapes = {"cos": (cos.dtype, cos.shape), "sin": (sin.dtype, sin.shape)}
     tables = iter([("cos", cos), ("sin", sin)])
-    write_tensors(build / ROPE_FILE, shapes, tables, spec.file_metadata("rope"))
+    write_tensors(folder / ROPE_FILE, shapes, tables, spec.file_metadata("rope"))
     progress("done", len(files), len(files))
-    copied = _copy_tokenizer(checkpoint.folder, build)
-    return [*(build / file for file in (*files, ROPE_FILE)), *copied]
+    return [*files, ROPE_FILE, *_copy_tokenizer(checkpoint.folder, folder)]
 
 
 def matching_spec(checkpoint: Checkpoint, build: Path) -> BuildSpec:
@@ -211,24 +211,24 @@ def matching_spec(checkpoint: Checkpoint, build: Path) -> BuildSpec:
 
 
 def _write_layer(
-    checkpoint: Checkpoint, form: Form, spec: BuildSpec, build: Path, layer: int
+    checkpoint: Checkpoint, form: Form, spec: BuildSpec, folder: Path, layer: int
 ) -> None:
     packer = LayerPacker(checkpoint, form, layer)
-    specs = layer_specs(spec, layer)
+    specs = spec.layer_tensors(layer)
     shapes = {name: _numpy_shape(t) for name, t in specs.items()}
     tensors = ((name, to_numpy(packer.tensor(name))) for name in specs)
-    write_tensors(build / layer_file(layer), shapes, tensors, spec.file_metadata(f"layer {layer}"))
+    write_tensors(folder / layer_file(layer), shapes, tensors, spec.file_metadata(f"layer {layer}"))
 
 
-def _write_embedding(checkpoint: Checkpoint, form: Form, spec: BuildSpec, build: Path) -> None:
+def _write_embedding(checkpoint: Checkpoint, form: Form, spec: BuildSpec, folder: Path) -> None:
     shape = (spec.config.vocab_size, spec.config.hidden_size)
     array = to_numpy(checkpoint.wide("model.embed_tokens.weight", shape).to(form.activation))
     shapes = {"embed.weight": (array.dtype, shape)}
     tensors = iter([("embed.weight", array)])
-    write_tensors(build / EMBED_FILE, shapes, tensors, spec.file_metadata("embed"))
+    write_tensors(folder / EMBED_FILE, shapes, tensors, spec.file_metadata("embed"))
 
 
-def _write_head(checkpoint: Checkpoint, spec: BuildSpec, build: Path) -> None:
+def _write_head(checkpoint: Checkpoint, spec: BuildSpec, folder: Path) -> None:
     sources = {"norm.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
     specs = {t.name: t for t in spec.graphs["head"].weights}
     shapes = {name: _numpy_shape(t) for name, t in specs.items()}
@@ -238,22 +238,18 @@ def _write_head(checkpoint: Checkpoint, spec: BuildSpec, build: Path) -> None:
             wide = checkpoint.wide(sources[name], shape)
             yield name, to_numpy(wide if dtype == np.float32 else wide.to(torch.bfloat16))
 
-    write_tensors(build / HEAD_FILE, shapes, tensors(), spec.file_metadata("head"))
+    write_tensors(folder / HEAD_FILE, shapes, tensors(), spec.file_metadata("head"))
 
 
 def _numpy_shape(spec: TensorSpec) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
     return DTYPES[spec.dtype][1], tuple(int(d) for d in spec.dims)
 
 
-def _copy_tokenizer(folder: Path, build: Path) -> list[Path]:
-    (build / "tokenizer").mkdir(exist_ok=True)
-    wanted = {name: build / "tokenizer" / name for name in TOKENIZER_FILES}
-    wanted["generation_config.json"] = build / "generation_config.json"
-    copied = []
-    for name, target in wanted.items():
-        if (folder / name).is_file():
-            temporary = target.with_name(target.name + ".tmp")
-            shutil.copyfile(folder / name, temporary)
-            temporary.replace(target)
-            copied.append(target)
-    return copied
+def _copy_tokenizer(source: Path, folder: Path) -> list[str]:
+    (folder / "tokenizer").mkdir()
+    wanted = {name: f"tokenizer/{name}" for name in TOKENIZER_FILES}
+    wanted["generation_config.json"] = "generation_config.json"
+    present = {name: file for name, file in wanted.items() if (source / name).is_file()}
+    for name, file in present.items():
+        shutil.copyfile(source / name, folder / file)
+    return list(present.values())

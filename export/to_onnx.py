@@ -30,6 +30,7 @@ from graphs.passes.infer_shapes import infer_shapes
 from graphs.spec import (
     GRAPHS,
     SLOTS,
+    BuildError,
     BuildSpec,
     GraphName,
     GraphSpec,
@@ -153,12 +154,17 @@ def _weights_to_inputs(model: ir.Model, module: nn.Module) -> None:
 
 
 def export_graphs(raw_config: dict[str, Any], precision: Precision, build: Path) -> BuildSpec:
-    """Write the four graphs and `spec.json` into a build folder."""
+    """Write the four graphs and `spec.json` into a build folder.
+
+    Raises ConfigError, and BuildError where the folder holds another model or precision; nothing is
+    written then.
+    """
     config = ModelConfig.from_dict(raw_config)
+    _refuse_other_build(raw_config, precision, build)
+    models = {name: export_graph(config, precision, name) for name in GRAPHS}
     (build / "onnx").mkdir(parents=True, exist_ok=True)
     graphs: dict[GraphName, GraphSpec] = {}
-    for name in GRAPHS:
-        model = export_graph(config, precision, name)
+    for name, model in models.items():
         content = model.SerializeToString(deterministic=True)
         file = f"onnx/{name}.onnx"
         temporary = build / f"{file}.tmp"
@@ -174,6 +180,18 @@ def export_graphs(raw_config: dict[str, Any], precision: Precision, build: Path)
     spec = BuildSpec(precision, raw_config, config_hash(raw_config), graphs)
     spec.save(build)
     return spec
+
+
+def _refuse_other_build(raw_config: dict[str, Any], precision: Precision, build: Path) -> None:
+    if not (build / "spec.json").exists():
+        return
+    old = BuildSpec.load(build)
+    if (old.precision, old.config_sha256) != (precision, config_hash(raw_config)):
+        raise BuildError(
+            f"{build}: holds another build (precision {old.precision}, config "
+            f"{old.config_sha256[:12]}…; {precision}, {config_hash(raw_config)[:12]}… asked for); "
+            "choose another --out, or remove it"
+        )
 
 
 def _tensor_spec(value: onnx.ValueInfoProto) -> TensorSpec:

@@ -200,7 +200,7 @@ class ModelConfig:
     @property
     def softmax_scale(self) -> float:
         """qk_head_dim^−½ · mscale², applied to the whole score (nope and rope part alike)."""
-        return float(self.qk_head_dim**-0.5)
+        return float(self.qk_head_dim**-0.5 * self.rope.softmax_multiplier)
 
     @property
     def shared_intermediate_size(self) -> int:

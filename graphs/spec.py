@@ -96,6 +96,16 @@ class BuildSpec:
         """Of the latent cache and of the rows that a step adds to it."""
         return "float" if self.precision == "fp32" else "bfloat16"
 
+    def layer_tensors(self, layer: int) -> dict[str, TensorSpec]:
+        """What a layer's file holds: its block's weights, and those of every routed expert."""
+        block = self.config.block_type(layer)
+        tensors = {t.name: t for t in self.graphs[block].weights}
+        if block == "moe":
+            slot = [t for t in self.graphs["experts"].weights if t.name.startswith("slots.0.")]
+            for expert in range(self.config.n_routed_experts):
+                tensors |= {expert_weight(t.name, expert): t for t in slot}
+        return tensors
+
     def file_metadata(self, content: str) -> dict[str, str]:
         """What every weight file says of itself, and is checked against when it is read."""
         return {

@@ -8,7 +8,7 @@ bytes, in ml_dtypes' types where numpy has none, so nothing is copied until it i
 import json
 import mmap
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from graphs.spec import BuildError
+from graphs.spec import BuildError, TensorSpec
 
 Array = NDArray[Any]
 
@@ -89,17 +89,24 @@ class TensorFile:
     tensors: dict[str, Array]
 
     @classmethod
-    def open(cls, path: Path, expected: Mapping[str, str] | None = None) -> "TensorFile":
-        """Map a file whose metadata holds `expected`. Raises BuildError where it is absent,
-        truncated, damaged, or of another model, precision or layer.
+    def open(
+        cls,
+        path: Path,
+        expected: Mapping[str, str] | None = None,
+        tensors: Iterable[tuple[str, TensorSpec]] = (),
+    ) -> "TensorFile":
+        """Map a file whose metadata holds `expected` and whose tensors are as specified.
+
+        Raises BuildError where it is absent, truncated, damaged, or of another model, precision or
+        layer.
         """
         try:
             with safe_open(path, framework="np"):
                 pass  # refuses truncated, trailing and gapped files
         except (SafetensorError, OSError) as e:
             raise BuildError(f"{path}: not a complete safetensors file: {e}") from e
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with path.open("rb") as opened:
+            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + size])
         metadata = header.pop("__metadata__", {})
@@ -109,7 +116,7 @@ class TensorFile:
                     f"{path}: {key} {value!r} expected, found {metadata.get(key)!r}; it belongs to "
                     "another build"
                 )
-        tensors = {
+        views = {
             name: np.frombuffer(
                 data,
                 dtype=_NUMPY[entry["dtype"]],
@@ -119,7 +126,15 @@ class TensorFile:
             for name, entry in header.items()
             if not name.startswith("_fill_")
         }
-        return cls(path, metadata, tensors)
+        file = cls(path, metadata, views)
+        for name, spec in tensors:
+            found = (file[name].dtype, file[name].shape)
+            if found != (DTYPES[spec.dtype][1], spec.dims):
+                raise BuildError(
+                    f"{path}: {name}: {spec.dtype} {spec.dims} expected, found {found[0]} "
+                    f"{found[1]}; pack the weights again"
+                )
+        return file
 
     def __getitem__(self, name: str) -> Array:
         if name not in self.tensors:

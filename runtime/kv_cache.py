@@ -101,12 +101,11 @@ class LatentCache:
         lengths = list(self.slots.lengths)
         for slot, count in enumerate(counts):
             lengths[slot] += count
-        stride = stride_for(max(lengths, default=0))
+        longest = max(lengths, default=0)
+        stride = stride_for(longest)
         if len(lengths) == 1:  # a single sequence may use every row
-            stride = max(lengths[0], 1)
-            self._require(1, stride)
-            stride = min(stride_for(stride), self.capacity)
-        self._require(len(lengths), stride)
+            stride = min(stride, self.capacity)
+        self._require(len(lengths), max(stride, longest))
         if stride > self.slots.stride:
             self._set_stride(stride)
 
