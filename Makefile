@@ -83,7 +83,7 @@ $$(GOLDENS_$1): build/$(NAME)/$1/.golden
 endef
 $(foreach precision,$(PRECISIONS),$(eval $(call PRECISION_RULES,$(precision))))
 
-.PHONY: help setup graphs weights golden parity engines generate evaluate train lint test check bench clean
+.PHONY: help setup graphs weights golden parity engines generate evaluate train lint test check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from export.checkpoint import Checkpoint, CheckpointError
 from export.golden import write_goldens
 from export.pack import pack
 from export.to_onnx import export_graphs
-from graphs.cli import make_app, run
+from graphs.cli import make_app, progress_bar, run
 from graphs.config import load_raw_config
 from graphs.spec import Precision
 
@@ -48,8 +46,7 @@ def weights(checkpoint: CheckpointDir, out: BuildDir) -> None:
     opened = Checkpoint.open(checkpoint)
     for name in opened.unknown:
         print(f"not used: {name}", file=sys.stderr)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("packing", total=None)
 
         def show(file: str, done: int, total: int) -> None:

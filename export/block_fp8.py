@@ -73,22 +73,33 @@ def to_channels(weight: BlockFP8) -> ChannelFP8:
     """One scale per output channel: the largest block scale in its row of blocks.
 
     Blocks that have that scale keep their bytes; each other block is re-encoded through one table
-    of 256 bytes, so a weight is rounded at most once more and never decoded to a wide type.
+    of 256 bytes, so a weight is rounded at most once more and never decoded to a wide type. A block
+    of zeros may have any scale, so it has no say, and keeps its bytes.
     """
-    block = weight.block
-    largest = weight.scale.amax(dim=1)
     source = weight.weight.view(torch.uint8)
     packed = source.clone()
     values = torch.arange(256, dtype=torch.uint8).view(E4M3).to(torch.float32)
-    for i, j in (weight.scale != largest[:, None]).nonzero().tolist():
+    largest = torch.stack([_largest_scale(weight, i) for i in range(len(weight.scale))])
+    for i, j in (weight.scale < largest[:, None]).nonzero().tolist():
         table = (values * (weight.scale[i, j] / largest[i])).to(E4M3).view(torch.uint8)
-        area = (
-            slice(i * block[0], (i + 1) * block[0]),
-            slice(j * block[1], (j + 1) * block[1]),
-        )
+        area = _area(weight.block, i, j)
         packed[area] = table[source[area].to(torch.int64)]
-    scale = largest.repeat_interleave(block[0])[: source.shape[0]]
+    scale = largest.repeat_interleave(weight.block[0])[: source.shape[0]]
     return ChannelFP8(packed.view(E4M3), scale)
+
+
+def _largest_scale(weight: BlockFP8, i: int) -> Tensor:
+    """Of the blocks in row i of the grid that hold anything but zeros; of all where none does."""
+    for j in weight.scale[i].argsort(descending=True).tolist():
+        if weight.weight[_area(weight.block, i, j)].view(torch.uint8).bitwise_and(0x7F).any():
+            return weight.scale[i, j]
+    return weight.scale[i].amax()
+
+
+def _area(block: tuple[int, int], i: int, j: int) -> tuple[slice, slice]:
+    """Rows and columns of the block at i, j of the grid; slicing cuts what is ragged."""
+    rows, columns = block
+    return slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
 
 
 def channels_from_wide(weight: Tensor) -> ChannelFP8:

@@ -141,14 +141,14 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{name}: bf16, fp16, fp32 or float8_e4m3fn expected, found {tensor.dtype}"
                 )
-            _require_finite(name, tensor)
+            require_finite(name, tensor)
             return tensor
         block = self.config.weight_block_size
         if block is None:
             raise CheckpointError(f"{name}: FP8, but config.json has no quantization_config")
         if not is_quantised(name):
             raise CheckpointError(f"{name}: FP8 found, 16 or 32 bits expected for this tensor")
-        _require_finite(name, tensor.view(torch.uint8).bitwise_and(0x7F) != 0x7F)
+        require_finite(name, tensor.view(torch.uint8).bitwise_and(0x7F) != 0x7F)
         scale = self.read(name + SCALE_SUFFIX)
         grid = grid_shape(shape, block)
         if tuple(scale.shape) != grid or scale.dtype != torch.float32:
@@ -156,7 +156,7 @@ class Checkpoint:
                 f"{name + SCALE_SUFFIX}: fp32 scale grid {grid} expected for {shape} with "
                 f"weight_block_size {block[0]}×{block[1]}, found {scale.dtype} {tuple(scale.shape)}"
             )
-        _require_finite(name + SCALE_SUFFIX, scale)
+        require_finite(name + SCALE_SUFFIX, scale)
         return BlockFP8(tensor, scale, block)
 
     def wide(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -177,10 +177,10 @@ def _index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     if path.is_file():
         try:
-            shard_of = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as e:
+            shard_of = json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise CheckpointError(f"{path}: a JSON object with 'weight_map' expected: {e}") from e
-        return {str(k): str(v) for k, v in shard_of.items()}
+        return {str(k): str(v) for k, v in shard_of}
     shards = sorted(folder.glob("*.safetensors"))
     if len(shards) != 1:
         raise CheckpointError(
@@ -196,8 +196,11 @@ def _open_shard(path: Path) -> Any:
         raise CheckpointError(f"{path}: not a complete safetensors file: {e}") from e
 
 
-def _require_finite(name: str, values: Tensor) -> None:
-    """`values`: floating point, or booleans that say where a value is finite."""
+def require_finite(name: str, values: Tensor) -> None:
+    """Raises CheckpointError at the first value that is not.
+
+    `values`: floating point, or booleans that say where a value is finite.
+    """
     finite = values if values.dtype == torch.bool else torch.isfinite(values)
     if not finite.all():
         index = tuple(finite.logical_not().nonzero()[0].tolist())

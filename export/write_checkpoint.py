@@ -11,7 +11,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from export.block_fp8 import encode
-from export.checkpoint import INDEX, SCALE_SUFFIX, CheckpointError, expected_tensors, is_quantised
+from export.checkpoint import (
+    INDEX,
+    SCALE_SUFFIX,
+    CheckpointError,
+    expected_tensors,
+    is_quantised,
+    require_finite,
+)
 from graphs.config import ModelConfig
 
 
@@ -22,7 +29,7 @@ def write_checkpoint(
 
     With a `quantization_config` the linear layers become block FP8. Gate weights, norms, embedding
     and head are bf16, the correction bias fp32. Raises CheckpointError where names or shapes differ
-    from what the config calls for; nothing is written then.
+    from what the config calls for or a value is not finite; nothing is written then.
     """
     config = ModelConfig.from_dict(raw_config)
     expected = expected_tensors(config)
@@ -33,6 +40,8 @@ def write_checkpoint(
             f"{wrong[0]}: does not match config.json, which calls for shape "
             f"{expected.get(wrong[0])}, found {found.get(wrong[0])}"
         )
+    for name, tensor in state.items():
+        require_finite(name, tensor)
     folder.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     total = 0

@@ -3,6 +3,14 @@
 import sys
 
 import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from graphs.config import ConfigError
 from graphs.spec import BuildError
@@ -12,6 +20,19 @@ def make_app(summary: str) -> typer.Typer:
     """A command line whose errors `run` reports."""
     return typer.Typer(
         help=summary, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    )
+
+
+def progress_bar() -> Progress:
+    """On standard error, gone when done; nothing where that is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
     )
 
 

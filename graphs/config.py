@@ -128,6 +128,8 @@ class ModelConfig:
         if missing := sorted(own - set(raw)):
             raise ConfigError(f"{missing[0]}: missing; a Kimi K2 config.json has it")
         values = {name: raw[name] for name in own}
+        floats = {f.name for f in dataclasses.fields(cls) if f.type is float}
+        values |= {name: float(values[name]) for name in floats if type(values[name]) is int}
         eos = values["eos_token_id"]
         values["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
         config = cls(

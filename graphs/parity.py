@@ -22,7 +22,7 @@ from graphs.tensorfile import DTYPES, Array, TensorFile
 
 def graph_cases(build: Path, spec: BuildSpec) -> list[TensorFile]:
     """The goldens of single graphs. Raises BuildError where there are none."""
-    files = sorted((build / "golden").glob("*_*.safetensors"))
+    files = sorted((build / "golden").glob("*.safetensors"))
     cases = [TensorFile.open(p, spec.file_metadata(p.stem)) for p in files]
     cases = [c for c in cases if c.metadata["graph"] in spec.graphs]
     if not cases:

@@ -39,6 +39,9 @@ Kind = Literal["activation", "table", "weight"]
 GRAPHS: tuple[GraphName, ...] = get_args(GraphName)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
+# What reading a damaged spec.json raises; each by name, since a BuildError is a ValueError too.
+_DAMAGED = (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError)
+
 
 class BuildError(ValueError):
     """A build folder that is absent, incomplete, or of another model or precision."""
@@ -122,7 +125,7 @@ class BuildSpec:
 
     @classmethod
     def load(cls, build: Path) -> "BuildSpec":
-        """Read and check `spec.json` and the ONNX files' hashes. Raises BuildError."""
+        """Read and check `spec.json`. Raises BuildError."""
         path = build / "spec.json"
         if not path.is_file():
             raise BuildError(f"{build}: no spec.json; make it with `python -m export graphs`")
@@ -137,7 +140,7 @@ class BuildSpec:
             if spec.config_sha256 != config_hash(spec.raw_config):
                 raise BuildError(f"{path}: config_sha256 does not match its config; export again")
             _ = spec.config
-        except (KeyError, TypeError, json.JSONDecodeError, ConfigError) as e:
+        except (*_DAMAGED, ConfigError) as e:
             raise BuildError(f"{path}: damaged or incomplete ({e!r}); export again") from e
         if spec.precision not in PRECISIONS or set(spec.graphs) != set(GRAPHS):
             raise BuildError(f"{path}: precision or graphs unknown to this version; export again")

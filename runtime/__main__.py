@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
-from graphs.cli import make_app, run
+from graphs.cli import make_app, progress_bar, run
 from graphs.config import ModelConfig
 from graphs.manifest import Profile
 from graphs.parity import print_parity
@@ -93,7 +91,7 @@ def evaluate(
     if not text.is_file():
         raise BuildError(f"{text}: no such file")
     chain = _load(build, Profile(tokens=512, context=512), threads)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("scoring", total=None)
         score = bits_per_byte(
             chain,
@@ -114,7 +112,7 @@ def parity(build: Build, threads: Threads = 0) -> None:
 def _load(build: Path, profile: Profile, threads: int) -> Chain:
     """A chain, with a progress bar on standard error."""
     steps = len(GRAPHS) + BuildSpec.load(build).config.num_hidden_layers
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("loading", total=steps)
         return Chain.load(
             build,

@@ -1,4 +1,4 @@
-"""Packing: what changes between a checkpoint and the engines' layout, and that nothing else does."""
+"""Packing: what changes from a checkpoint to the engines' layout, and that nothing else does."""
 
 import json
 import shutil

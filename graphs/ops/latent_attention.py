@@ -14,6 +14,9 @@ The form is the one that TensorRT copies nothing for, at any context length:
 - scores are keys-major, [B, T, H, S], with the softmax over axis 1;
 - the mix multiplies all W columns and slices the result to C;
 - heads are the batch of the W_UK and W_UV products.
+
+Without a context its part of the mix is selected to be 0: ONNX Runtime fuses the product with the
+transpose before it, and the fused operator leaves its result unset where it sums over no rows.
 """
 
 from typing import TYPE_CHECKING
@@ -73,6 +76,8 @@ def body(*, scale: float) -> str:
         rest = Constant<value_ints = [-1]>()
         scale_f = Constant<value_float: float = @scale>()
         scale_c = CastLike(scale_f, q_nope)
+        nothing_f = Constant<value_float = 0.0>()
+        nothing = CastLike(nothing_f, q_nope)
         B = Shape<start = 0, end = 1>(q_nope)
         H = Shape<start = 1, end = 2>(q_nope)
         S = Shape<start = 2, end = 3>(q_nope)
@@ -82,6 +87,7 @@ def body(*, scale: float) -> str:
         W = Shape<start = 2, end = 3>(new)
         L = Shape<start = 1, end = 2>(context)
         T = Shape<start = 1, end = 2>(mask)
+        no_context = Equal(L, zero)
         shape_HMN = Concat<axis = 0>(H, rest, N)
         shape_HBSC = Concat<axis = 0>(H, B, S, C)
         shape_BMW = Concat<axis = 0>(B, rest, W)
@@ -115,7 +121,8 @@ def body(*, scale: float) -> str:
         weights_S = Slice(weights_BTM, L, T, axis1)
         weights_ML = Transpose<perm = [0, 2, 1]>(weights_L)
         weights_MS = Transpose<perm = [0, 2, 1]>(weights_S)
-        mix_L = MatMul(weights_ML, context)
+        product_L = MatMul(weights_ML, context)
+        mix_L = Where(no_context, nothing, product_L)
         mix_S = MatMul(weights_MS, new)
         mix_BMW = Add(mix_L, mix_S)
         mix_BMC = Slice(mix_BMW, zero, C, axis2)

@@ -1,10 +1,10 @@
 """Derive the form that ONNX Runtime's CPU provider runs: it has no bf16 arithmetic.
 
 1. Inputs and outputs keep their types, so the packed weights and the cache are the engine's own
-bytes;
-   a Cast stands behind every bf16 input and before every bf16 output.
-2. Every bf16 value in between becomes fp32: casts, constants, and the `output_dtype` of
-(de)quantisers. 3. FP8 stays: its rounding is part of the model.
+   bytes; a Cast stands behind every bf16 input and before every bf16 output.
+2. Every bf16 value in between becomes fp32: casts, constants, initialisers, and the `output_dtype`
+   of dequantisers.
+3. FP8 stays: its rounding is part of the model.
 
 So what differs from the engine is only the rounding of intermediate activations to bf16.
 """

@@ -1,0 +1,120 @@
+"""A small model of the K2 family, as raw config, as weights, as a checkpoint, and in transformers'
+form.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from export.checkpoint import Checkpoint, expected_tensors
+from export.write_checkpoint import write_checkpoint
+from graphs.config import ModelConfig
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """The content of a `config.json`; no matrix is a whole number of 128×128 blocks."""
+    raw: dict[str, Any] = {
+        "model_type": "kimi_k2",
+        "vocab_size": 258,
+        "hidden_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "q_lora_rank": 136,
+        "kv_lora_rank": 56,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 20,
+        "intermediate_size": 144,
+        "moe_intermediate_size": 72,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.827,
+        "rms_norm_eps": 1e-5,  # not the latent norms' 1e-6, so that a mix-up shows
+        "max_position_embeddings": 512,
+        "rope_theta": 50000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+    }
+    return raw | changes
+
+
+def random_state(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Weights that keep activations near 1, norms about 1, correction biases of a few percent."""
+    generator = torch.Generator().manual_seed(seed)
+    state: dict[str, Tensor] = {}
+    for name, shape in expected_tensors(config).items():
+        noise = torch.randn(shape, generator=generator)
+        if name.endswith("norm.weight"):
+            state[name] = 1 + 0.2 * noise
+        elif name.endswith("bias"):
+            state[name] = 0.05 * noise
+        else:
+            state[name] = noise if "embed" in name else noise / shape[1] ** 0.5
+    return state
+
+
+def tiny_checkpoint(path: Path, seed: int = 0, shards: int = 2, **changes: Any) -> Path:
+    """The folder of a checkpoint of `tiny_config(**changes)` with the weights of this seed."""
+    raw = tiny_config(**changes)
+    write_checkpoint(path, raw, random_state(ModelConfig.from_dict(raw), seed), shards)
+    return path
+
+
+def transformers_config(raw: dict[str, Any]) -> Any:
+    """The same model for transformers: fp32, everything eager, no quantisation."""
+    from transformers import DeepseekV3Config
+
+    dropped = ("model_type", "architectures", "quantization_config", "torch_dtype")
+    own = {k: v for k, v in raw.items() if k not in dropped}
+    return DeepseekV3Config(
+        **own, dtype="float32", attn_implementation="eager", experts_implementation="eager"
+    )
+
+
+def transformers_model(checkpoint: Checkpoint) -> Any:
+    """transformers' causal language model with the checkpoint's weights."""
+    from transformers import DeepseekV3ForCausalLM
+
+    model = DeepseekV3ForCausalLM(transformers_config(checkpoint.raw_config))
+    state = checkpoint.reference().state_dict()
+    model.load_state_dict(transformers_state(state, checkpoint.config.n_routed_experts))
+    return model.eval()
+
+
+def transformers_state(state: dict[str, Tensor], experts: int) -> dict[str, Tensor]:
+    """A state dict of ours, of any part of the model, with transformers' fused experts."""
+    fused = dict(state)
+    owners = {n.split("experts.0.")[0] for n in state if ".experts.0." in f".{n}"}
+    for owner in owners:
+
+        def stack(owner: str, part: str) -> Tensor:
+            names = [f"{owner}experts.{e}.{part}.weight" for e in range(experts)]
+            return torch.stack([fused.pop(name) for name in names])
+
+        gate_up = [stack(owner, "gate_proj"), stack(owner, "up_proj")]
+        fused[f"{owner}experts.gate_up_proj"] = torch.cat(gate_up, dim=1)
+        fused[f"{owner}experts.down_proj"] = stack(owner, "down_proj")
+    return fused

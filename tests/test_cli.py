@@ -1,0 +1,126 @@
+"""The command lines of export and graphs: bad input is one line, exit status 1, and no file."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import tiny_checkpoint, tiny_config
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], expected: str) -> None:
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert re.search(expected, done.stderr), done.stderr
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("cli") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def build(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A build folder with graphs only, made by the command line."""
+    out = tmp_path_factory.mktemp("cli") / "fp8"
+    done = run("export", "graphs", "--checkpoint", checkpoint, "--precision", "fp8", "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_export_weights_and_golden_list_the_files_they_wrote(
+    checkpoint: Path, build: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "build"
+    shutil.copytree(build, copy)
+    for stage in ("weights", "golden"):
+        done = run("export", stage, "--checkpoint", checkpoint, "--out", copy)
+        assert done.returncode == 0, done.stderr
+        files = [Path(line) for line in done.stdout.splitlines()]
+        assert len(files) > 4 and all(f.is_file() for f in files)
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({"scoring_func": "softmax"}, "scoring_func: 'softmax' found, supported: 'sigmoid'"),
+        ({"sliding_window": 4096}, "sliding_window: 4096 is not a known key"),
+        ({"hidden_size": "160"}, "hidden_size: '160' found"),
+    ],
+)
+def test_a_refused_config_writes_nothing(
+    tmp_path: Path, change: dict[str, object], expected: str
+) -> None:
+    config, out = tmp_path / "config.json", tmp_path / "out"
+    config.write_text(json.dumps(tiny_config() | change))
+    arguments = ("--checkpoint", config, "--precision", "fp8", "--out", out)
+    assert_refused(run("export", "graphs", *arguments), expected)
+    assert not out.exists()
+
+
+def test_a_config_that_is_absent_or_not_json(tmp_path: Path) -> None:
+    assert_refused(run("graphs", "describe", tmp_path / "no"), "no such preset .*k2")
+    (tmp_path / "config.json").write_text("{")
+    assert_refused(run("graphs", "describe", tmp_path), "not valid JSON")
+
+
+@pytest.mark.parametrize("stage", ["weights", "golden"])
+@pytest.mark.parametrize("damage", ["absent", "truncated", "misshapen"])
+def test_a_bad_checkpoint_leaves_the_build_as_it_was(
+    checkpoint: Path, build: Path, tmp_path: Path, stage: str, damage: str
+) -> None:
+    bad = tmp_path / "bad"
+    if damage != "absent":
+        shutil.copytree(checkpoint, bad)
+    if damage == "truncated":
+        shard = sorted(bad.glob("*.safetensors"))[-1]
+        shard.write_bytes(shard.read_bytes()[:-1000])
+    if damage == "misshapen":
+        from safetensors.torch import load_file, save_file
+
+        shard = sorted(bad.glob("*.safetensors"))[0]
+        tensors = load_file(shard)
+        name = next(n for n in tensors if n.endswith("_proj.weight"))
+        tensors[name] = tensors[name][:-1].clone()
+        save_file(tensors, shard)
+    before = sorted(p for p in build.rglob("*"))
+    done = run("export", stage, "--checkpoint", bad, "--out", build)
+    expected = {
+        "absent": "no such preset",
+        "truncated": "not a complete safetensors file",
+        "misshapen": r"shape \(.*\) expected",
+    }
+    assert_refused(done, expected[damage])
+    assert sorted(p for p in build.rglob("*")) == before
+
+
+def test_a_build_without_spec(tmp_path: Path, checkpoint: Path) -> None:
+    for arguments in (
+        ("graphs", "parity", tmp_path),
+        ("graphs", "compile", tmp_path),
+        ("export", "weights", "--checkpoint", checkpoint, "--out", tmp_path),
+    ):
+        assert_refused(run(*arguments), "no spec.json")
+
+
+def test_fp8_below_sm89(build: Path) -> None:
+    assert_refused(run("graphs", "compile", build, "--target", "sm86"), "(?i)sm86.*sm89")
+
+
+def test_every_make_target_has_a_line_in_make_help() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.M)
+    assert phony
+    done = subprocess.run(["make", "help"], capture_output=True, text=True, cwd=ROOT)
+    listed = {line.split()[0] for line in done.stdout.splitlines()}
+    assert listed == set(phony[1].split())

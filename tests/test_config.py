@@ -1,0 +1,274 @@
+"""What a config.json says, in either form of its rope settings, and every refusal of it."""
+
+import copy
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import tiny_config
+
+from graphs.config import ConfigError, ModelConfig, load_config, load_raw_config
+
+YARN = tiny_config()["rope_scaling"]
+FP8 = tiny_config()["quantization_config"]
+
+
+def new_form(**changes: Any) -> dict[str, Any]:
+    """The tiny config with its rope settings in `rope_parameters`."""
+    raw = tiny_config(**changes)
+    scaling = raw.pop("rope_scaling")
+    kind = {"rope_type": scaling.pop("type"), "rope_theta": raw.pop("rope_theta")}
+    return raw | {"rope_parameters": scaling | kind}
+
+
+def test_the_k2_preset_has_the_published_values() -> None:
+    config = load_config("k2")
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (
+        7168,
+        61,
+        64,
+    )
+    assert (config.n_routed_experts, config.num_experts_per_tok) == (384, 8)
+    assert config.qk_head_dim == 192
+    assert config.cache_width == 576
+    assert config.shared_intermediate_size == 2048
+    assert (config.count("dense"), config.count("moe")) == (1, 60)
+    assert [config.block_type(i) for i in (0, 1, 60)] == ["dense", "moe", "moe"]
+    assert config.eos_token_id == (163585,)
+    assert config.weight_block_size == (128, 128)
+    assert (config.rope.rope_theta, config.rope.factor) == (50000.0, 32.0)
+    assert (config.rope.beta_fast, config.rope.beta_slow) == (1.0, 1.0)
+    assert config.softmax_scale == pytest.approx(0.130860800, abs=5e-10)
+    assert config.rope.table_multiplier == 1.0
+
+
+def test_both_rope_forms_are_one_config() -> None:
+    """Case 3."""
+    expected = ModelConfig.from_dict(tiny_config())
+    assert ModelConfig.from_dict(new_form()) == expected
+    assert ModelConfig.from_dict(tiny_config(rope_scaling=YARN | {"rope_type": "yarn"})) == expected
+    assert expected.rope.rope_theta == 50000.0
+
+
+def test_rope_without_scaling_is_the_same_in_every_form() -> None:
+    default = {"rope_type": "default", "rope_theta": 50000.0}
+    forms = [
+        tiny_config(rope_scaling=None),
+        tiny_config(rope_scaling={"type": "default"}),
+        tiny_config(rope_scaling=None, rope_theta=None, rope_parameters=default),
+    ]
+    first, *others = [ModelConfig.from_dict(raw) for raw in forms]
+    assert all(other == first for other in others)
+    assert first.rope.softmax_multiplier == first.rope.table_multiplier == 1.0
+
+
+def test_mscale_reaches_only_what_it_should() -> None:
+    """cos and sin carry the ratio of the two mscales, the softmax mscale_all_dim alone, squared."""
+    rope = ModelConfig.from_dict(tiny_config(rope_scaling=YARN | {"mscale_all_dim": 0.5})).rope
+    whole, half = 0.1 * math.log(32) + 1, 0.05 * math.log(32) + 1
+    assert rope.table_multiplier == pytest.approx(whole / half, rel=1e-12)
+    assert rope.softmax_multiplier == pytest.approx(half**2, rel=1e-12)
+    absent = {k: v for k, v in YARN.items() if k not in ("mscale", "mscale_all_dim")}
+    rope = ModelConfig.from_dict(tiny_config(rope_scaling=absent)).rope
+    assert rope.table_multiplier == pytest.approx(whole, rel=1e-12)
+    assert rope.softmax_multiplier == 1.0
+
+
+@pytest.mark.parametrize("raw", [tiny_config(), new_form()], ids=["old form", "new form"])
+def test_a_theta_that_is_nowhere_is_an_error(raw: dict[str, Any]) -> None:
+    """Case 3: never a silent 10000."""
+    raw = copy.deepcopy(raw)
+    raw.pop("rope_theta", None)
+    raw.get("rope_parameters", {}).pop("rope_theta", None)
+    with pytest.raises(ConfigError, match=r"^rope_theta: missing"):
+        ModelConfig.from_dict(raw)
+
+
+NAN, INFINITY = math.nan, math.inf
+
+# field, value found, what the error says is supported
+REFUSED: list[tuple[str, Any, str]] = [
+    ("use_sliding_window", True, "not a known key"),
+    ("scoring_func", "softmax", "'sigmoid'"),
+    ("topk_method", "greedy", "'noaux_tc'"),
+    ("hidden_act", "gelu", "'silu'"),
+    ("tie_word_embeddings", True, "False"),
+    ("attention_bias", True, "False"),
+    ("attention_bias", 0, "False"),
+    ("rope_interleave", False, "True"),
+    ("moe_layer_freq", 2, "1"),
+    ("moe_layer_freq", True, "1"),
+    ("num_nextn_predict_layers", 1, "0"),
+    ("q_lora_rank", None, "a whole number of at least 1"),
+    ("hidden_size", "160", "a whole number of at least 1"),
+    ("hidden_size", 160.0, "a whole number of at least 1"),
+    ("hidden_size", True, "a whole number of at least 1"),
+    ("n_shared_experts", 0, "a whole number of at least 1"),
+    ("vocab_size", -258, "a whole number of at least 1"),
+    ("first_k_dense_replace", -1, "a whole number of at least 0"),
+    ("first_k_dense_replace", False, "a whole number of at least 0"),
+    ("first_k_dense_replace", 4, "num_hidden_layers (3)"),
+    ("rms_norm_eps", NAN, "a number above 0"),
+    ("rms_norm_eps", INFINITY, "a number above 0"),
+    ("rms_norm_eps", "1e-6", "a number above 0"),
+    ("routed_scaling_factor", 0, "a number above 0"),
+    ("routed_scaling_factor", True, "a number above 0"),
+    ("norm_topk_prob", 1, "true, false"),
+    ("num_key_value_heads", 1, "num_attention_heads (3)"),
+    ("num_key_value_heads", 0, "num_attention_heads (3)"),
+    ("qk_rope_head_dim", 15, "even"),
+    ("n_group", 3, "a divisor of n_routed_experts (8)"),
+    ("n_group", 8, "groups of at least 2 experts"),
+    ("num_experts_per_tok", 9, "at most 8"),
+    ("quantization_config", "fp8", "an object"),
+    ("rope_scaling", "yarn", "an object"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "supported"), REFUSED, ids=lambda v: repr(v))
+def test_a_refusal_names_field_value_and_what_is_supported(
+    field: str, value: Any, supported: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_dict(tiny_config(**{field: value}))
+    assert str(error.value).startswith(f"{field}: {value!r}")
+    assert supported in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topk_group": 2}, r"^n_group: 1 found.* at least topk_group \(2\)"),
+        ({"n_group": 4, "num_experts_per_tok": 3}, "^num_experts_per_tok: 3 found.* at most 2"),
+        ({"bos_token_id": 258}, r"bos_token_id.*: 258 found.* below vocab_size \(258\)"),
+        ({"eos_token_id": [257, True]}, r"eos_token_id: True found.* below vocab_size \(258\)"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict(tiny_config(**changes))
+
+
+REFUSED_ROPE: list[tuple[str, Any, str]] = [
+    ("type", "linear", "'default', 'yarn'"),
+    ("rope_type", "dynamic", "'default', 'yarn'"),
+    ("attention_factor", 1.5, "not a known key"),
+    ("factor", 0.5, "a number of at least 1"),
+    ("factor", NAN, "a number"),
+    ("factor", True, "a number"),
+    ("factor", "32", "a number"),
+    ("beta_fast", 0, "a number above 0"),
+    ("beta_slow", -1.0, "a number"),
+    ("mscale", INFINITY, "a number"),
+    ("mscale_all_dim", -0.5, "a number"),
+    ("original_max_position_embeddings", 0, "a number of at least 1"),
+    ("rope_theta", 1, "a number above 1"),
+    ("rope_theta", NAN, "a number"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "supported"), REFUSED_ROPE, ids=lambda v: repr(v))
+def test_a_rope_refusal_names_field_value_and_what_is_supported(
+    field: str, value: Any, supported: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"^rope_scaling\.") as error:
+        ModelConfig.from_dict(tiny_config(rope_scaling=YARN | {field: value}))
+    for part in (field, repr(value), supported):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["factor", "original_max_position_embeddings"])
+def test_yarn_needs_its_factor_and_original_length(field: str) -> None:
+    scaling = {k: v for k, v in YARN.items() if k != field}
+    with pytest.raises(ConfigError, match=rf"^rope_scaling\.{field}: missing"):
+        ModelConfig.from_dict(tiny_config(rope_scaling=scaling))
+
+
+REFUSED_QUANTISATION: list[tuple[str, Any, str]] = [
+    ("quant_method", "compressed-tensors", "'fp8'"),
+    ("fmt", "e5m2", "'e4m3'"),
+    ("activation_scheme", "static", "'dynamic'"),
+    ("weight_block_size", None, "two whole numbers"),
+    ("weight_block_size", [128], "two whole numbers"),
+    ("weight_block_size", [128, True], "two whole numbers"),
+    ("weight_block_size", [128, 0], "sizes above 0"),
+    ("modules_to_not_convert", ["lm_head"], "not a known key"),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "supported"), REFUSED_QUANTISATION, ids=lambda v: repr(v)
+)
+def test_a_quantisation_refusal_names_field_value_and_what_is_supported(
+    field: str, value: Any, supported: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_dict(tiny_config(quantization_config=FP8 | {field: value}))
+    assert str(error.value).startswith(f"quantization_config.{field}: {value!r}")
+    assert supported in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["n_group", "norm_topk_prob", "rms_norm_eps", "eos_token_id"])
+def test_a_missing_field_is_named(field: str) -> None:
+    raw = tiny_config()
+    del raw[field]
+    with pytest.raises(ConfigError, match=rf"^{field}: missing"):
+        ModelConfig.from_dict(raw)
+
+
+def test_training_keys_are_ignored() -> None:
+    raw = tiny_config(aux_loss_alpha=0.001, seq_aux=True, torch_dtype="bfloat16", use_cache=True)
+    assert ModelConfig.from_dict(raw) == ModelConfig.from_dict(tiny_config())
+
+
+def test_a_whole_number_is_a_float_where_a_float_belongs() -> None:
+    """An ONNX attribute made from it would else be an integer."""
+    config = ModelConfig.from_dict(tiny_config(routed_scaling_factor=1, rms_norm_eps=1))
+    assert type(config.routed_scaling_factor) is type(config.rms_norm_eps) is float
+
+
+def test_every_field_of_the_config_is_frozen() -> None:
+    config = ModelConfig.from_dict(tiny_config())
+    for owner in (config, config.rope):
+        for field in dataclasses.fields(owner):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(owner, field.name, 1)
+
+
+@pytest.mark.parametrize("raw", [tiny_config(), new_form()], ids=["old form", "new form"])
+def test_reading_a_config_leaves_its_source_as_it_was(raw: dict[str, Any]) -> None:
+    before = copy.deepcopy(raw)
+    ModelConfig.from_dict(raw)
+    assert raw == before
+
+
+def test_a_preset_a_file_and_a_folder_are_read_alike(tmp_path: Path) -> None:
+    raw = load_raw_config("k2")
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    assert load_config(tmp_path) == load_config(tmp_path / "config.json") == load_config("k2")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "", '"k2"'])
+def test_a_file_that_holds_no_json_object_is_an_error_naming_it(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=str(path)):
+        load_config(path)
+
+
+def test_an_unknown_source_is_an_error_that_lists_the_presets(tmp_path: Path) -> None:
+    for source in ("k3", tmp_path):
+        with pytest.raises(ConfigError, match=rf"{source}: no such preset \(there are: k2\)"):
+            load_config(source)
+
+
+def test_an_error_in_a_file_names_the_file_and_the_field(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_config(hidden_act="gelu")), encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}: hidden_act: 'gelu' found"):
+        load_config(tmp_path)

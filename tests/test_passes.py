@@ -1,0 +1,256 @@
+"""The passes over ONNX graphs: what each refuses, and numbers before and after."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, parser
+
+from graphs.ops import DOMAIN, OPSET
+from graphs.ops.fp8_linear import fp8_linear
+from graphs.ops.rope import rope
+from graphs.passes.attach_functions import attach_functions
+from graphs.passes.infer_shapes import infer_shapes, unshaped
+from graphs.passes.inline import inline
+from graphs.passes.widen import widen
+from graphs.session import open_session, run
+from graphs.spec import BuildSpec
+from graphs.tensorfile import Array
+
+BF16 = ml_dtypes.bfloat16
+
+
+def parse(text: str) -> onnx.ModelProto:
+    """A model of opset 24 and our domain from ONNX's text form."""
+    opsets = f'["": {OPSET}, "{DOMAIN}": 1]'
+    return parser.parse_model(f"<ir_version: 10, opset_import: {opsets}> {text}")
+
+
+def run_onnx(model: onnx.ModelProto, inputs: dict[str, Array], output: Array) -> Array:
+    """The model's only output, as ONNX Runtime computes it without any pass of ours."""
+    session = open_session(BuildSpec("fp32", {}, "", {}), model.SerializeToString(), "dense", 1)
+    run(session, inputs, {model.graph.output[0].name: output})
+    return output
+
+
+def relative(found: Array, expected: Array) -> float:
+    """max|a−b| / max|b|."""
+    a, b = found.astype(np.float64), expected.astype(np.float64)
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def random(*shape: int, dtype: Any = np.float32) -> Array:
+    generator = np.random.default_rng(shape)
+    return generator.standard_normal(shape).astype(np.float32).astype(dtype)
+
+
+# Two ropes in a row, the second on what the first gave: a function that is called twice.
+TWO_ROPES = """twice (float[B,H,S,16] x, float[P,8] cos, float[P,8] sin, int64[B,S] at)
+    => (float[B,H,S,16] y)
+    { once = kimi.RoPE(x, cos, sin, at)
+      y = kimi.RoPE(once, cos, sin, at) }"""
+
+
+def two_ropes() -> tuple[onnx.ModelProto, dict[str, Array], Array]:
+    """The model, its inputs, and what the reference makes of them."""
+    angles = random(9, 8)
+    inputs = {"x": random(2, 3, 4, 16), "cos": np.cos(angles), "sin": np.sin(angles)}
+    inputs["at"] = np.arange(8, dtype=np.int64).reshape(2, 4)
+    x, cos, sin, at = (torch.from_numpy(array) for array in inputs.values())
+    expected = rope.reference(rope.reference(x, cos, sin, at), cos, sin, at)
+    return parse(TWO_ROPES), inputs, expected.numpy()
+
+
+def test_attach_functions_adds_one_body_per_op_and_computes_the_reference() -> None:
+    model, inputs, expected = two_ropes()
+    attached = attach_functions(model)
+    assert [(f.domain, f.name) for f in attached.functions] == [(DOMAIN, "RoPE")]
+    assert not model.functions  # the argument is as it was
+    assert relative(run_onnx(attached, inputs, np.zeros_like(expected)), expected) <= 1e-6
+    again = attach_functions(attached)
+    assert again.SerializeToString() == attached.SerializeToString()
+
+
+def gates(second: str) -> onnx.ModelProto:
+    """Two gates of one graph; the second one's attributes differ from the first one's as given."""
+    first = {
+        "k": "2",
+        "n_group": "1",
+        "topk_group": "1",
+        "group_score": '"max"',
+        "scoring": '"sigmoid"',
+        "scaling": "2.5",
+        "normalise": "1",
+    }
+    name, _, value = second.partition("=")
+    texts = [
+        ", ".join(f"{k} = {v}" for k, v in a.items())
+        for a in (first, first | ({name: value} if name else {}))
+    ]
+    return parse(f"""gates (float[M,4] h, float[8,4] w, float[8] b)
+        => (int64[M,2] e, float[M,2] p, int64[M,2] e2, float[M,2] p2)
+        {{ e, p = kimi.TopKGate<{texts[0]}>(h, w, b)
+           e2, p2 = kimi.TopKGate<{texts[1]}>(h, w, b) }}""")
+
+
+def test_attach_functions_takes_nodes_with_equal_attributes() -> None:
+    assert [f.name for f in attach_functions(gates("")).functions] == ["TopKGate"]
+
+
+@pytest.mark.parametrize("change", ["k=3", "scaling=2.0", 'scoring="softmax"'])
+def test_attach_functions_refuses_nodes_that_need_different_bodies(change: str) -> None:
+    name, value = change.replace('"', "'").split("=")
+    with pytest.raises(ValueError, match=rf"TopKGate with attributes .*'{name}': {value}.*another"):
+        attach_functions(gates(change))
+
+
+def test_attach_functions_refuses_an_unknown_op() -> None:
+    model = parse("unknown (float[2] x) => (float[2] y) { y = kimi.Swirl(x) }")
+    with pytest.raises(ValueError, match="no custom op kimi::Swirl"):
+        attach_functions(model)
+
+
+def test_inline_leaves_standard_operators_with_names_of_their_own() -> None:
+    model, inputs, expected = two_ropes()
+    flat = inline(attach_functions(model))
+    assert not flat.functions
+    assert {node.domain for node in flat.graph.node} == {""}
+    names = [node.name for node in flat.graph.node]
+    values = [output for node in flat.graph.node for output in node.output]
+    assert all(names) and len(set(names)) == len(names) > 4
+    assert len(set(values)) == len(values)
+    assert relative(run_onnx(flat, inputs, np.zeros_like(expected)), expected) <= 1e-6
+
+
+THIRD = 0.33203125  # 16042 in the bits of bf16
+
+# A bf16 layer whose input, weight, constant, initialiser and output are all bf16.
+NARROW = """narrow (bfloat16[M,16] x, bfloat16[8,16] w, float[8] wide) => (bfloat16[M,8] y)
+    <bfloat16[8] bias>
+    { product = Gemm<transB = 1>(x, w)
+      third = Constant<value = bfloat16[1] {16042}>()
+      scaled = Mul(product, third)
+      moved = Add(scaled, bias)
+      shift = Cast<to = 16>(wide)
+      y = Add(moved, shift) }"""
+
+
+def narrow() -> tuple[onnx.ModelProto, dict[str, Array], Array]:
+    """The model, its inputs, and what fp32 makes of them."""
+    model = parse(NARROW)
+    bias = random(8, dtype=BF16)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(bias, "bias"))
+    quarters = [(np.round(4 * random(rows, 16)) / 4).astype(BF16) for rows in (5, 8)]
+    inputs = {"x": quarters[0], "w": quarters[1], "wide": random(8)}  # sums exact in any order
+    x, w, wide = (array.astype(np.float32) for array in inputs.values())
+    return model, inputs, (x @ w.T) * THIRD + bias.astype(np.float32) + wide
+
+
+def test_widen_1_keeps_the_types_of_inputs_and_outputs() -> None:
+    model, _, _ = narrow()
+    wide = widen(model)
+    assert [(v.name, v.type) for v in wide.graph.input] == [
+        (v.name, v.type) for v in model.graph.input
+    ]
+    assert [v.type.tensor_type.elem_type for v in wide.graph.output] == [TensorProto.BFLOAT16]
+    casts = [
+        n for n in wide.graph.node if n.op_type == "Cast" and n.name[:6] in ("widen_", "narrow")
+    ]
+    assert [(n.input[0], n.output[0]) for n in casts] == [
+        ("x", "x_wide"),
+        ("w", "w_wide"),
+        ("y_wide", "y"),
+    ]
+
+
+def test_widen_2_makes_every_interior_value_fp32() -> None:
+    model, _, _ = narrow()
+    wide = widen(model)
+    ends = {v.name for v in (*wide.graph.input, *wide.graph.output)}
+    types = {v.name: v.type.tensor_type.elem_type for v in wide.graph.value_info}
+    assert set(types) >= {"product", "third", "scaled", "moved", "shift"}
+    assert {t for name, t in types.items() if name not in ends} == {TensorProto.FLOAT}
+    assert {i.data_type for i in wide.graph.initializer} == {TensorProto.FLOAT}
+    assert not unshaped(wide)
+
+
+def test_widen_2_computes_what_fp32_does_and_rounds_the_output_only() -> None:
+    """Before, ONNX Runtime's CPU provider refuses the model; after, it equals fp32 arithmetic."""
+    model, inputs, expected = narrow()
+    with pytest.raises(Exception, match=r"NOT_IMPLEMENTED"):
+        run_onnx(model, inputs, np.zeros(expected.shape, BF16))
+    found = run_onnx(widen(model), inputs, np.zeros(expected.shape, BF16))
+    np.testing.assert_array_equal(found, expected.astype(BF16))
+
+
+def test_widen_3_keeps_the_rounding_to_fp8() -> None:
+    model = parse("""fp8 (bfloat16[M,32] x, float8e4m3fn[32,8] w, float[8] s) => (float[M,8] y)
+        { raw = kimi.FP8Linear(x, w, s)
+          y = Cast<to = 1>(raw) }""")
+    wide = widen(attach_functions(model))
+    assert wide.graph.input[1].type.tensor_type.elem_type == TensorProto.FLOAT8E4M3FN
+    quantised = [n for n in wide.graph.node if n.op_type == "QuantizeLinear"]
+    assert [a.i for n in quantised for a in n.attribute if a.name == "output_dtype"] == [
+        TensorProto.FLOAT8E4M3FN
+    ]
+    inputs = {"x": random(5, 32, dtype=BF16), "w": random(32, 8, dtype=ml_dtypes.float8_e4m3fn)}
+    inputs["s"] = np.abs(random(8))
+    x, w = (torch.from_numpy(inputs[k].astype(np.float32)) for k in "xw")
+    weight, scale = w.to(torch.float8_e4m3fn), torch.from_numpy(inputs["s"])
+    expected = fp8_linear.reference(x, weight, scale).numpy()
+    found = run_onnx(wide, inputs, np.zeros((5, 8), np.float32))
+    assert relative(found, expected) <= 1e-6
+    assert relative(found, (x @ (w * scale)).numpy()) >= 1e-3
+
+
+def test_widen_handles_an_output_that_other_nodes_read() -> None:
+    model = parse("""both (bfloat16[4] x) => (bfloat16[4] y, bfloat16[4] z)
+        { y = Add(x, x)
+          z = Mul(y, x) }""")
+    x, y, z = random(4, dtype=BF16), np.zeros(4, BF16), np.zeros(4, BF16)
+    content = widen(model).SerializeToString()
+    session = open_session(BuildSpec("fp32", {}, "", {}), content, "dense", 1)
+    run(session, {"x": x}, {"y": y, "z": z})
+    wide = x.astype(np.float32)
+    np.testing.assert_array_equal(y, (2 * wide).astype(BF16))
+    np.testing.assert_array_equal(z, (2 * wide * wide).astype(BF16))
+
+
+def test_widen_only_inlines_what_has_no_bf16() -> None:
+    model, inputs, expected = two_ropes()
+    wide = widen(attach_functions(model))
+    assert [n.op_type for n in wide.graph.node] == [
+        n.op_type for n in inline(attach_functions(model)).graph.node
+    ]
+    assert relative(run_onnx(wide, inputs, np.zeros_like(expected)), expected) <= 1e-6
+
+
+def test_infer_shapes_goes_through_functions() -> None:
+    model, _, _ = two_ropes()
+    inferred = infer_shapes(attach_functions(model))
+    shapes = {
+        v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim]
+        for v in inferred.graph.value_info
+    }
+    assert shapes == {"once": ["B", "H", "S", 16]}
+
+
+def test_infer_shapes_refuses_a_value_without_a_shape() -> None:
+    """A reshape to a rank that only the input's value would tell."""
+    model = parse("""blind (float[4] x, int64[N] dims) => (float y)
+        { shaped = Reshape(x, dims)
+          y = ReduceSum<keepdims = 0>(shaped) }""")
+    with pytest.raises(ValueError, match=r"blind: no shape for shaped \(1 in all\)"):
+        infer_shapes(model)
+
+
+def test_infer_shapes_refuses_a_model_that_contradicts_itself() -> None:
+    model = parse("wrong (float[4] x) => (float[5] y) { y = Abs(x) }")
+    with pytest.raises(Exception, match=r"[Ii]nference|[Ii]nferred"):
+        infer_shapes(model)
+    model = parse("wrong (float[4] x) => (float[4] y) { y = Abs(absent) }")
+    with pytest.raises(onnx.checker.ValidationError, match="absent"):
+        infer_shapes(model)
