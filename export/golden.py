@@ -6,7 +6,8 @@
     golden/experts_<layer>.safetensors          eight slots of the first MoE layer's experts
     golden/head.safetensors
     golden/end_to_end.safetensors               prompt_ids, logits of every position, cache rows of
-                                                all layers, and the greedy tokens that follow
+                                                all layers, the greedy tokens that follow, and by
+                                                how much each one's logit led
 
 Inputs are hidden states and cache rows of the model itself, on a fixed text, rounded to the types
 in which the graph reads them, before the reference sees them. Taps are in the checkpoint's layout.
@@ -204,9 +205,11 @@ class _Golden:
         caches = self.model.empty_caches(1)
         logits = self.model(self.prompt, caches)
         rows = torch.stack([cache.rows()[0] for cache in caches if isinstance(cache, LatentRows)])
-        step, tokens = logits, []
+        step, tokens, margins = logits, [], []
         for _ in range(GREEDY_TOKENS):
+            best, second = step[0, -1].topk(2).values
             tokens.append(int(step[0, -1].argmax()))
+            margins.append(best - second)
             for cache in caches:
                 assert isinstance(cache, LatentRows)
                 cache.latent_BTC, cache.k_pe_BTR = (
@@ -219,6 +222,7 @@ class _Golden:
             "logits": logits[0],
             "rows": rows.to(self.activation),
             "tokens": torch.tensor(tokens),
+            "margins": torch.stack(margins),
         }
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graphs.metrics import FP8_CHAIN, RMS, Row, compare
+from graphs.metrics import FP8_CHAIN, RMS, TIE_MARGIN, Row, compare
 from graphs.parity import compare_outputs, graph_cases, routing_rows
 from graphs.tensorfile import Array, TensorFile
 from runtime.chain import Chain
@@ -62,7 +62,7 @@ def _with_experts(chain: Chain, layer: int, outputs: dict[str, Array]) -> Array:
 def _chain(chain: Chain, golden: TensorFile) -> list[Row]:
     """Prefill of the prompt in one step, then greedy decoding."""
     precision, case = chain.spec.precision, golden.path.stem
-    ids, expected = golden["prompt_ids"].tolist(), golden["tokens"].tolist()
+    ids, expected = golden["prompt_ids"].tolist(), golden["tokens"]
     handle = chain.cache.allocate()
     try:
         (logits,) = prefill(chain, handle, ids, len(ids), all_logits=True)
@@ -72,16 +72,24 @@ def _chain(chain: Chain, golden: TensorFile) -> list[Row]:
         )
     finally:
         chain.cache.free(handle)
-    found = list(generate(chain, ids, len(expected), Sampler(), chunk=len(ids)))
-    same = next(
-        (i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b), len(expected)
-    )
     limits = RMS | {"fp8": FP8_CHAIN}
     remark = "free-running" if precision == "fp8" else ""
+    found = list(generate(chain, ids, len(expected), Sampler(), chunk=len(ids)))
+    noise = TIE_MARGIN["fp32"] if precision == "fp32" else limits[precision]
     return [
         compare(case, "logits", logits, golden["logits"], precision, remark, limits),
         compare(case, "rows", cached, golden["rows"], precision, remark, limits),
-        Row(
-            case, "tokens", 0.0, 0.0, 0.0, same == len(expected), f"{same} of {len(expected)} equal"
-        ),
+        compare_tokens(case, found, golden, noise * float(np.abs(golden["logits"]).max())),
     ]
+
+
+def compare_tokens(case: str, found: list[int], golden: TensorFile, noise: float) -> Row:
+    """Greedy tokens, equal up to the first whose logit led by less than `noise`: a tie."""
+    expected = golden["tokens"].tolist()
+    pairs = zip(found, expected, strict=True)
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(expected))
+    if same == len(expected):
+        return Row(case, "tokens", 0.0, 0.0, noise, True, f"{same} of {same} equal")
+    margin = float(golden["margins"][same])
+    remark = f"{same} of {len(expected)} equal, then one that led by {margin:.1e}"
+    return Row(case, "tokens", margin, margin, noise, margin <= noise, remark)

@@ -25,6 +25,8 @@ from export.checkpoint import (
 from export.write_checkpoint import write_checkpoint
 from graphs.config import ConfigError, ModelConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RAW = tiny_config(num_hidden_layers=2)
 CONFIG = ModelConfig.from_dict(RAW)
 EXPECTED = expected_tensors(CONFIG)

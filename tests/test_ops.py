@@ -29,6 +29,8 @@ from graphs.passes.attach_functions import OPS, attach_functions
 from graphs.session import open_session, run
 from graphs.spec import BuildSpec, Precision
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONFIG = ModelConfig.from_dict(tiny_config())
 TYPES = {
     torch.float32: TensorProto.FLOAT,

@@ -12,7 +12,7 @@ from graphs.parity import graph_parity
 from graphs.spec import PRECISIONS, BuildError, BuildSpec, Precision, layer_file
 from graphs.tensorfile import TensorFile, write_tensors
 from runtime.chain import Chain
-from runtime.parity import runtime_parity
+from runtime.parity import compare_tokens, runtime_parity
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -102,3 +102,14 @@ def test_experts_are_compared_as_sets_and_ties_are_told_apart() -> None:
     wrong = np.array([[0, 3]]), weights
     rows, _ = compare_routing("case", wrong, expected, scores, "fp32")
     assert not rows[0].passed and rows[0].max_error == pytest.approx(0.4)
+
+
+def test_a_differing_token_passes_only_where_its_logit_hardly_led(nano: Build) -> None:
+    golden = TensorFile.open(nano("fp32") / "golden" / "end_to_end.safetensors")
+    tokens = golden["tokens"].tolist()
+    assert compare_tokens("case", tokens, golden, 0.0).passed
+    tokens[5] += 1
+    margin = float(golden["margins"][5])
+    row = compare_tokens("case", tokens, golden, margin / 2)
+    assert not row.passed and "5 of 64 equal" in row.remark
+    assert compare_tokens("case", tokens, golden, margin * 2).passed

@@ -22,6 +22,8 @@ from export.checkpoint import Checkpoint
 from export.feedforward import Gate
 from graphs.config import ModelConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RAW = tiny_config(max_position_embeddings=131072)
 CONFIG = ModelConfig.from_dict(RAW)
 D = CONFIG.hidden_size

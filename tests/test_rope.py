@@ -13,6 +13,8 @@ from export.rope import inverse_frequencies, rope_tables
 from graphs.config import ModelConfig, yarn_mscale
 from graphs.ops.rope import rope
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 YARN = tiny_config()["rope_scaling"]
 
 
