@@ -1,5 +1,4 @@
-"""The checkpoint's block FP8: e4m3 weights with one fp32 multiplier per block of
-`weight_block_size`.
+"""The checkpoint's block FP8: e4m3 weights, one fp32 multiplier per `weight_block_size` block.
 
 Three operations: encode (to write checkpoints), decode (for the reference), and repack to one scale
 per output channel (for the engines, since TensorRT expands block-scaled weights to 16 bits at every

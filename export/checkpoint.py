@@ -1,5 +1,4 @@
-"""A checkpoint's folder: `config.json`, an index, and safetensors shards, read one tensor at a
-time.
+"""A checkpoint's folder: `config.json`, an index, and safetensors shards, read tensor by tensor.
 
 Every tensor that the config calls for must be there with its shape; a tensor that is neither called
 for nor ignored by rule is reported by `Checkpoint.unknown`. Weights and scales may sit in different

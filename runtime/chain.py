@@ -18,13 +18,13 @@ from graphs.spec import BuildSpec
 from graphs.tensorfile import DTYPES, Array
 from runtime.backends import Backend
 from runtime.backends.onnxruntime import OnnxRuntimeBackend
-from runtime.kv_cache import ROW_MULTIPLE, LatentCache
+from runtime.kv_cache import ROW_MULTIPLE, LatentCache, stride_for
 from runtime.routing import expert_slots
 from runtime.weights import Weights
 
 
 class StepError(RuntimeError):
-    """A step that was refused before any engine ran."""
+    """A step that was refused, or whose result was; the cache is as it was before."""
 
 
 class Chain:
@@ -81,7 +81,7 @@ class Chain:
 
         Returns per sequence the logits fp32 [1, vocab] after its last token ([0, vocab] where it
         brought none), or of every token with `all_logits`. Raises StepError or CacheError before
-        anything ran, and CacheError where a new row is not finite; the cache is then as it was.
+        anything ran, and where a new row or a logit is not finite; the cache is then as it was.
         """
         counts = [len(t) for t in tokens]
         self._check(tokens, counts, first)
@@ -89,6 +89,11 @@ class Chain:
         batch = _Batch.make(self, tokens, counts, first)
         hidden = self._blocks(batch)
         logits = self._head(hidden, batch, all_logits)
+        for handle, values in zip(self.cache.slots.handles[first:], logits, strict=False):
+            if not np.isfinite(values).all():
+                raise StepError(
+                    f"sequence {handle}: logits hold NaN or infinity; nothing was committed"
+                )
         B, S = batch.ids.shape
         staged = self.staged[:, : B * S].reshape(len(self.staged), B, S, -1)
         self.cache.commit(first, staged, counts)
@@ -110,10 +115,12 @@ class Chain:
                     )
         lengths = slots.lengths[first : first + len(counts)]
         longest = max(n + count for n, count in zip(lengths, counts, strict=True))
+        # several slots are bound with their whole stride as context
+        context = longest if len(counts) == 1 else stride_for(longest)
         wanted = {
             "batch": (len(counts), profile.batch),
             "tokens": (len(counts) * max(counts), profile.tokens),
-            "context": (longest, profile.context),
+            "context": (context, profile.context),
             "max_position_embeddings": (longest, self.config.max_position_embeddings),
         }
         for name, (value, limit) in wanted.items():

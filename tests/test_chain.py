@@ -175,6 +175,29 @@ def test_nan_in_a_real_row_is_refused_and_a_retry_is_right(chain: Chain) -> None
     np.testing.assert_allclose(chain.step([IDS[4:9]])[0], expected[-1:], atol=1e-4)
 
 
+def test_nan_behind_the_last_cached_row_is_refused_too(chain: Chain) -> None:
+    """The last block's output reaches no cache row, only the logits."""
+    chain.cache.allocate()
+
+    def poison(layer: int, outputs: dict[str, Array]) -> None:
+        if layer == chain.config.num_hidden_layers - 1:
+            outputs["acc"][:] = np.nan
+
+    chain.backend = Tampering(chain.backend, poison)
+    with pytest.raises(StepError, match="sequence 1: logits hold NaN"):
+        chain.step([IDS[:3]])
+    assert chain.cache.slots.lengths == [0]
+
+
+def test_several_sequences_are_bound_with_their_stride(nano: Build) -> None:
+    chain = Chain.load(nano("fp32"), Profile(batch=2, tokens=128, context=96), cache_rows=512)
+    for _ in range(2):
+        chain.cache.allocate()
+    with pytest.raises(StepError, match="context: 128 asked for, the limit is 96"):
+        chain.step([[1], [*IDS[:64], 1]])
+    assert chain.cache.slots.lengths == [0, 0]
+
+
 def test_a_step_that_fails_midway_changes_nothing(chain: Chain) -> None:
     chain.cache.allocate()
     chain.step([IDS[:4]])
