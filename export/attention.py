@@ -37,8 +37,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalised in fp32, cast to the input's dtype, then weighted."""
-        wide = x.to(torch.float32)
+        """Normalised in fp32 (fp64 where the input is), cast to its dtype, then weighted."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         normed: Tensor = self.weight * wide.to(x.dtype)
         return normed

@@ -140,6 +140,11 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{name}: bf16, fp16, fp32 or float8_e4m3fn expected, found {tensor.dtype}"
                 )
+            if name + SCALE_SUFFIX in self.shard_of:
+                raise CheckpointError(
+                    f"{name}: {tensor.dtype} found beside {name + SCALE_SUFFIX}; a weight with a "
+                    "scale grid must be float8_e4m3fn"
+                )
             require_finite(name, tensor)
             return tensor
         block = self.config.weight_block_size

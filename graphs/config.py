@@ -183,6 +183,8 @@ class ModelConfig:
                 f"num_experts_per_tok: {self.num_experts_per_tok} found, supported: at most "
                 f"{candidates}, the experts of topk_group groups"
             )
+        if not self.eos_token_id:
+            raise ConfigError("eos_token_id: [] found, supported: at least one token id")
         for token in (self.bos_token_id, *self.eos_token_id):
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise ConfigError(
@@ -283,6 +285,11 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
             raise ConfigError(
                 f"{where}.{name}: {value!r} found, supported: a number of at least {at_least}"
             )
+    if raw.get("rope_theta") not in (None, theta):
+        raise ConfigError(
+            f"rope_theta: {raw['rope_theta']!r} found at the top level and {theta!r} in {where}; "
+            "supported: one, or two that agree"
+        )
     return RopeConfig(rope_theta=float(theta), **parameters)
 
 

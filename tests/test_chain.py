@@ -190,7 +190,7 @@ def test_nan_behind_the_last_cached_row_is_refused_too(chain: Chain) -> None:
 
 
 def test_several_sequences_are_bound_with_their_stride(nano: Build) -> None:
-    chain = Chain.load(nano("fp32"), Profile(batch=2, tokens=128, context=96), cache_rows=512)
+    chain = Chain.load(nano("fp32"), Profile(batch=2, tokens=256, context=96), cache_rows=512)
     for _ in range(2):
         chain.cache.allocate()
     with pytest.raises(StepError, match="context: 128 asked for, the limit is 96"):

@@ -202,6 +202,10 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
         set_to(NORM, FP8_ROW),
         f"{NORM}: FP8 found, 16 or 32 bits expected for this tensor",
     ),
+    "a bf16 weight with a scale grid": (
+        set_to(Q_A, torch.ones(136, 160, dtype=torch.bfloat16)),
+        f"{Q_A}: torch.bfloat16 found beside {Q_A}{SCALE_SUFFIX}",
+    ),
     "NaN in the bias": (put(BIAS, 5, math.nan), rf"{BIAS}: NaN or infinity at index \(5,\)"),
     "infinity in a norm": (put(NORM, 9, math.inf), rf"{NORM}: NaN or infinity at index \(9,\)"),
     "infinity in a bf16 weight": (

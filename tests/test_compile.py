@@ -97,7 +97,7 @@ def test_a_copied_weight_breaks_the_bar(build: Path, engines: Manifest) -> None:
     before = engines.engines["dense"].activation_bytes["decode"]
     after = planted.engines["dense"].activation_bytes["decode"]
     assert before is not None and after is not None
-    assert after - before >= 8192 * 7168  # the whole FP8 matrix
+    assert after - before >= 0.99 * 8192 * 7168  # the FP8 matrix, but for scratch that it shares
 
 
 def read_in_3d(model: onnx.ModelProto, weight: str) -> None:

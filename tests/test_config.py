@@ -144,6 +144,11 @@ def test_a_refusal_names_field_value_and_what_is_supported(
         ({"topk_group": 2}, r"^n_group: 1 found.* at least topk_group \(2\)"),
         ({"n_group": 4, "num_experts_per_tok": 3}, "^num_experts_per_tok: 3 found.* at most 2"),
         ({"bos_token_id": 258}, r"bos_token_id.*: 258 found.* below vocab_size \(258\)"),
+        ({"eos_token_id": []}, r"eos_token_id: \[\] found, supported: at least one"),
+        (
+            {"rope_parameters": YARN | {"rope_type": "yarn", "rope_theta": 1e4}},
+            r"^rope_theta: 50000.0 found at the top level and 10000.0 in rope_parameters",
+        ),
         ({"eos_token_id": [257, True]}, r"eos_token_id: True found.* below vocab_size \(258\)"),
     ],
 )

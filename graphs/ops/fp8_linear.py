@@ -1,4 +1,4 @@
-"""FP8Linear(x_MK, weight_KN e4m3, scale_N fp32) → y_MN in x's dtype.
+"""FP8Linear(x_MK bf16, weight_KN e4m3, scale_N fp32) → y_MN bf16.
 
 Activations are quantised per token as they come (scale = row's peak / 448, never 0), weights per
 output channel; no calibration. Standard operators in this order stay fused in TensorRT. M is at
