@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,10 +36,10 @@ from export.checkpoint import Checkpoint
 from export.feedforward import Gate
 from export.write_checkpoint import write_checkpoint, write_json
 from graphs.config import ModelConfig, load_raw_config
+from runtime.evaluate import WINDOW, surprisal, windows
 
 SOURCE = Path(__file__).parent / "k2-nano"  # config.json, train.txt.xz, heldout.txt
 BOOK_BREAK = "\n\n\n"  # chapters are separated by one blank line, books by two
-WINDOW = 512  # tokens scored at a time, BOS included
 TOKENS_PER_STEP = 2048
 THREADS = 2
 
@@ -202,20 +203,14 @@ def train(model: ReferenceModel, recipe: Recipe, stream: Tensor) -> None:
 
 @torch.inference_mode()
 def bits_per_byte(model: ReferenceModel, text: bytes) -> float:
-    """Mean −log2 p of the text's bytes, in windows of WINDOW tokens that start with BOS.
-
-    Windows advance by half their length, and the first half of all but the first is context only:
-    each byte is scored once, with at least 256 bytes of context except at the start.
-    """
-    half = WINDOW // 2
-    total = 0.0
-    ids = torch.tensor(list(text))
-    for start in range(0, max(len(ids) - half, 1), half):
-        target = ids[start : start + WINDOW]
-        window = F.pad(target[:-1], (1, 0), value=model.config.bos_token_id)
-        losses = F.cross_entropy(model(window[None])[0], target, reduction="none")
-        total += float(losses[half if start else 0 :].double().sum())
-    return total / math.log(2) / len(ids)
+    """Mean −log2 p of the text's bytes, in the windows of `runtime.evaluate`."""
+    nats = 0.0
+    for start, end, scored in windows(len(text)):
+        part = text[start:end]
+        logits = model(torch.tensor([[model.config.bos_token_id, *part[:-1]]]))[0].numpy()
+        surprise = surprisal(logits, np.frombuffer(part, np.uint8))
+        nats += float(surprise[scored - start :].sum())
+    return nats / math.log(2) / len(text)
 
 
 def write(folder: Path, raw: dict[str, Any], model: ReferenceModel) -> None:

@@ -1,8 +1,8 @@
 """The command line: text, JSON, errors; and the small model against transformers."""
 
+import hashlib
 import json
 import lzma
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import NANO, Build
+from train import bits_per_byte as reference_bits_per_byte
 
 from export.checkpoint import Checkpoint
 from graphs.manifest import Profile
 from runtime.chain import Chain
-from runtime.evaluate import bits_per_byte, surprisal, windows
+from runtime.evaluate import bits_per_byte, windows
 from runtime.generate import generate
 from runtime.sampling import Sampler
 from runtime.tokenizer import ByteTokenizer, stop_ids
@@ -107,21 +108,18 @@ def test_the_small_model_beats_xz_and_the_bar(checkpoint: Checkpoint) -> None:
     text = (NANO / "heldout.txt").read_bytes()
     assert len(text) <= 65536
     xz = 8 * len(lzma.compress(text, preset=9)) / len(text)
-    model = checkpoint.reference()
-    nats = 0.0
-    for start, end, scored in windows(len(text)):
-        part = text[start:end]
-        logits = model(torch.tensor([[256, *part[:-1]]]))[0].numpy()
-        surprise = surprisal(logits, np.frombuffer(part, np.uint8))
-        nats += float(surprise[scored - start :].sum())
-    bits = nats / math.log(2) / len(text)
+    bits = reference_bits_per_byte(checkpoint.reference(), text)
     assert bits <= 2.3 and bits < xz
 
 
 def test_the_checkpoint_is_small_and_whole() -> None:
     files = [*NANO.glob("*.json"), *NANO.glob("*.safetensors")]
     assert sum(f.stat().st_size for f in files) <= 8_000_000
-    assert len(list(NANO.glob("*.safetensors"))) >= 2
+    shards = sorted(NANO.glob("*.safetensors"))
+    assert len(shards) >= 2
+    readme = (NANO.parent / "README.md").read_text()
+    for shard in shards:
+        assert f"{hashlib.sha256(shard.read_bytes()).hexdigest()}  {shard.name}" in readme
 
 
 def test_windows_score_each_byte_once_with_half_a_window_before_it() -> None:
