@@ -36,7 +36,7 @@ from export.checkpoint import Checkpoint
 from export.feedforward import Gate
 from export.write_checkpoint import write_checkpoint, write_json
 from graphs.config import ModelConfig, load_raw_config
-from runtime.evaluate import WINDOW, surprisal, windows
+from graphs.scoring import WINDOW, surprisal, windows
 
 SOURCE = Path(__file__).parent / "k2-nano"  # config.json, train.txt.xz, heldout.txt
 BOOK_BREAK = "\n\n\n"  # chapters are separated by one blank line, books by two
@@ -203,7 +203,7 @@ def train(model: ReferenceModel, recipe: Recipe, stream: Tensor) -> None:
 
 @torch.inference_mode()
 def bits_per_byte(model: ReferenceModel, text: bytes) -> float:
-    """Mean −log2 p of the text's bytes, in the windows of `runtime.evaluate`."""
+    """Mean −log2 p of the text's bytes, in the windows of `graphs.scoring`."""
     nats = 0.0
     for start, end, scored in windows(len(text)):
         part = text[start:end]

@@ -90,6 +90,7 @@ def evaluate(
     """Bits per byte of a text, in windows of 512 tokens with at least 255 bytes of context."""
     if not text.is_file():
         raise BuildError(f"{text}: no such file")
+    load_tokenizer(build, BuildSpec.load(build).config)  # bits per byte need tokens that are bytes
     chain = _load(build, Profile(tokens=512, context=512), threads)
     with progress_bar() as progress:
         task = progress.add_task("scoring", total=None)

@@ -19,7 +19,7 @@ from graphs.tensorfile import DTYPES, Array
 from runtime.backends import Backend
 from runtime.backends.onnxruntime import OnnxRuntimeBackend
 from runtime.kv_cache import ROW_MULTIPLE, LatentCache, stride_for
-from runtime.routing import expert_slots
+from runtime.routing import add_experts, expert_slots
 from runtime.weights import Weights
 
 
@@ -153,21 +153,9 @@ class Chain:
                 h, chosen, gates = self.h[:M], self.chosen[:M], self.gates[:M]
                 outputs |= {"acc": spare, "h": h, "experts": chosen, "expert_weights": gates}
                 self.backend.block(block, layer, inputs, outputs)
-                x, spare = self._experts(layer, batch.valid, spare, x)
+                groups = expert_slots(chosen, gates, batch.valid, self.spec.slots)
+                x, spare = add_experts(self.backend, layer, groups, h, spare, x)
         return x
-
-    def _experts(self, layer: int, valid_M: Array, acc: Array, spare: Array) -> tuple[Array, Array]:
-        """Add the routed experts to acc; returns the buffer that holds the sum, and the other."""
-        M = len(acc)
-        groups = expert_slots(self.chosen[:M], self.gates[:M], valid_M, self.spec.slots)
-        for group in groups:
-            inputs = {"h": self.h[:M], "acc": acc}
-            for index, slot in enumerate(group):
-                inputs |= {f"rows_{index}": slot.rows, f"gates_{index}": slot.gates}
-            chosen = [slot.expert for slot in group]
-            self.backend.experts(layer, chosen, inputs, {"acc_out": spare})
-            acc, spare = spare, acc
-        return acc, spare
 
     def _head(self, hidden: Array, batch: "_Batch", all_logits: bool) -> list[Array]:
         S = batch.ids.shape[1]

@@ -5,27 +5,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from graphs.tensorfile import Array
+from graphs.scoring import WINDOW, surprisal, windows
 from runtime.chain import Chain, StepError
 from runtime.generate import prefill
-
-WINDOW = 512  # tokens, BOS included
-
-
-def windows(length: int, window: int = WINDOW) -> list[tuple[int, int, int]]:
-    """(start, end, first scored) of each window over `length` bytes.
-
-    A window is BOS and window−1 bytes; the first half of every window but the first is context
-    only, so each byte is scored once, with at least half a window before it (but for the text's
-    start).
-    """
-    step = window // 2
-    result = [(0, min(window - 1, length), 0)]
-    while result[-1][1] < length:
-        scored = result[-1][1]
-        start = scored - (window - 1 - step)
-        result.append((start, min(start + window - 1, length), scored))
-    return result
 
 
 def bits_per_byte(
@@ -51,12 +33,3 @@ def bits_per_byte(
         surprise = surprisal(np.concatenate(chunks), np.frombuffer(part, np.uint8))
         nats += float(surprise[scored - start :].sum())
     return nats / math.log(2) / len(text)
-
-
-def surprisal(logits: Array, targets: Array) -> Array:
-    """−ln softmax(logits)[target] of each row, in float64."""
-    wide = logits.astype(np.float64)
-    peak = wide.max(axis=1)
-    total = np.log(np.exp(wide - peak[:, None]).sum(axis=1)) + peak
-    result: Array = total - wide[np.arange(len(wide)), targets]
-    return result

@@ -6,10 +6,10 @@ import numpy as np
 
 from graphs.metrics import FP8_CHAIN, RMS, TIE_MARGIN, Row, compare
 from graphs.parity import compare_outputs, graph_cases, routing_rows
-from graphs.tensorfile import Array, TensorFile
+from graphs.tensorfile import TensorFile
 from runtime.chain import Chain
 from runtime.generate import generate, prefill
-from runtime.routing import expert_slots
+from runtime.routing import add_experts, expert_slots
 from runtime.sampling import Sampler
 
 
@@ -36,27 +36,16 @@ def _block(chain: Chain, golden: TensorFile) -> list[Row]:
     if block == "dense":
         return compare_outputs(golden, outputs, spec)
     rows, same = routing_rows(golden, outputs["experts"], outputs["expert_weights"], spec)
-    y = _with_experts(chain, layer, outputs)
+    valid = np.ones(len(outputs["h"]), dtype=bool)
+    groups = expert_slots(outputs["experts"], outputs["expert_weights"], valid, spec.slots)
+    acc = outputs["acc"]
+    y, _ = add_experts(chain.backend, layer, groups, outputs["h"], acc, np.empty_like(acc))
     expected = golden["output.y"].reshape(y.shape)
     remark = "" if same.all() else "tokens with the same experts"
     case = golden.path.stem
     rows.append(compare(case, "y", y[same], expected[same], spec.precision, remark))
     rows.append(compare(case, "new", outputs["new"], golden["output.new"], spec.precision))
     return rows
-
-
-def _with_experts(chain: Chain, layer: int, outputs: dict[str, Array]) -> Array:
-    h, acc = outputs["h"], outputs["acc"]
-    valid = np.ones(len(h), dtype=bool)
-    routing = outputs["experts"], outputs["expert_weights"]
-    for group in expert_slots(*routing, valid, chain.spec.slots):
-        inputs = {"h": h, "acc": acc}
-        for index, slot in enumerate(group):
-            inputs |= {f"rows_{index}": slot.rows, f"gates_{index}": slot.gates}
-        result = np.empty_like(acc)
-        chain.backend.experts(layer, [s.expert for s in group], inputs, {"acc_out": result})
-        acc = result
-    return acc
 
 
 def _chain(chain: Chain, golden: TensorFile) -> list[Row]:

@@ -1,11 +1,12 @@
-"""Which rows go to which expert: the host's part of the mixture of experts."""
+"""The host's part of the mixture of experts: which rows go to which expert, in what order."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from graphs.tensorfile import Array
+from runtime.backends import Backend
 
 
 @dataclass(frozen=True)
@@ -34,3 +35,24 @@ def expert_slots(
         group = used[start : start + slots]
         idle = Slot(group[0].expert, np.zeros(1, np.int64), np.zeros((1, 1), np.float32))
         yield group + [idle] * (slots - len(group))
+
+
+def add_experts(
+    backend: Backend,
+    layer: int,
+    groups: Iterable[Sequence[Slot]],
+    h_MD: Array,
+    acc_MD: Array,
+    spare_MD: Array,
+) -> tuple[Array, Array]:
+    """Run the experts graph once per group; returns the buffer that holds the sum, and the other.
+
+    acc and spare are used in turn, since no output may lie where an input does.
+    """
+    for group in groups:
+        inputs = {"h": h_MD, "acc": acc_MD}
+        for index, slot in enumerate(group):
+            inputs |= {f"rows_{index}": slot.rows, f"gates_{index}": slot.gates}
+        backend.experts(layer, [slot.expert for slot in group], inputs, {"acc_out": spare_MD})
+        acc_MD, spare_MD = spare_MD, acc_MD
+    return acc_MD, spare_MD

@@ -18,7 +18,7 @@ from runtime.backends.onnxruntime import OnnxRuntimeBackend
 from runtime.chain import Chain, StepError, step_mask
 from runtime.generate import generate, prefill
 from runtime.kv_cache import CacheError
-from runtime.routing import expert_slots
+from runtime.routing import add_experts, expert_slots
 from runtime.sampling import Sampler
 
 TEXT = b"In the beginning God created the heaven and the earth. And the earth was without form"
@@ -230,15 +230,11 @@ def test_every_expert_is_reachable(chain: Chain, checkpoint: Checkpoint) -> None
     reference = checkpoint.reference()
     layer, c = 2, chain.config
     h = np.random.default_rng(0).standard_normal((5, c.hidden_size)).astype(np.float32)
-    acc = np.zeros_like(h)
     for expert in range(c.n_routed_experts):
         chosen, weights = np.full((5, 1), expert), np.full((5, 1), 0.5, np.float32)
-        (group,) = expert_slots(chosen, weights, np.ones(5, bool), chain.spec.slots)
-        inputs = {"h": h, "acc": acc}
-        for i, slot in enumerate(group):
-            inputs |= {f"rows_{i}": slot.rows, f"gates_{i}": slot.gates}
-        out = np.empty_like(acc)
-        chain.backend.experts(layer, [s.expert for s in group], inputs, {"acc_out": out})
+        groups = expert_slots(chosen, weights, np.ones(5, bool), chain.spec.slots)
+        acc = np.zeros_like(h)
+        out, _ = add_experts(chain.backend, layer, groups, h, acc, np.empty_like(acc))
         module = reference.get_submodule(f"model.layers.{layer}.mlp.experts.{expert}")
         expected = 0.5 * module(torch.from_numpy(h)).numpy()
         np.testing.assert_allclose(out, expected, atol=1e-5 * np.abs(expected).max())
@@ -251,12 +247,8 @@ def test_idle_slots_add_nothing_even_from_poisoned_rows(chain: Chain) -> None:
     h[0] = np.nan
     acc = np.ones_like(h)
     chosen, weights = np.array([[0], [3]]), np.ones((2, 1), np.float32)
-    (group,) = expert_slots(chosen, weights, np.array([False, True]), chain.spec.slots)
-    inputs = {"h": h, "acc": acc}
-    for i, slot in enumerate(group):
-        inputs |= {f"rows_{i}": slot.rows, f"gates_{i}": slot.gates}
-    out = np.empty_like(acc)
-    chain.backend.experts(1, [s.expert for s in group], inputs, {"acc_out": out})
+    groups = expert_slots(chosen, weights, np.array([False, True]), chain.spec.slots)
+    out, _ = add_experts(chain.backend, 1, groups, h, acc, np.empty_like(acc))
     np.testing.assert_array_equal(out[0], 1.0)
 
 

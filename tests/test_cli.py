@@ -121,6 +121,8 @@ def test_every_make_target_has_a_line_in_make_help() -> None:
     makefile = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.M)
     assert phony
-    done = subprocess.run(["make", "help"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "help"], capture_output=True, text=True, cwd=ROOT
+    )
     listed = {line.split()[0] for line in done.stdout.splitlines()}
     assert listed == set(phony[1].split())

@@ -15,8 +15,9 @@ from train import bits_per_byte as reference_bits_per_byte
 
 from export.checkpoint import Checkpoint
 from graphs.manifest import Profile
+from graphs.scoring import windows
 from runtime.chain import Chain
-from runtime.evaluate import bits_per_byte, windows
+from runtime.evaluate import bits_per_byte
 from runtime.generate import generate
 from runtime.sampling import Sampler
 from runtime.tokenizer import ByteTokenizer, stop_ids
