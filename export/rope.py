@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from graphs.config import ModelConfig, RopeConfig
+from graphs.config import ModelConfig
+from graphs.config_parts import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, width: int) -> Tensor:

@@ -12,7 +12,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from graphs.config import ConfigError
+from graphs.config_parts import ConfigError
 from graphs.spec import BuildError
 
 

@@ -8,11 +8,12 @@ arithmetic.
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
+
+from graphs.config_parts import ConfigError, RopeConfig, block_size, is_number, rope_config, words
 
 BlockType = Literal["dense", "moe"]
 
@@ -41,45 +42,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "topk_method": ("noaux_tc",),
     "num_nextn_predict_layers": (0,),
 }
-
-
-class ConfigError(ValueError):
-    """A configuration this pipeline refuses; names field, value and what is supported."""
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding settings, from `rope_theta` + `rope_scaling` or from `rope_parameters`.
-
-    `factor` is 1 where the rope is not scaled; the YaRN fields then have no effect.
-    """
-
-    rope_theta: float
-    factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-    original_max_position_embeddings: int = 4096
-
-    @property
-    def softmax_multiplier(self) -> float:
-        """m(factor, mscale_all_dim)², by which YaRN sharpens the softmax (published model code)."""
-        return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
-
-    @property
-    def table_multiplier(self) -> float:
-        """What cos and sin are multiplied by: m(factor, mscale) / m(factor, mscale_all_dim)."""
-        if self.mscale and self.mscale_all_dim:
-            return yarn_mscale(self.factor, self.mscale) / yarn_mscale(
-                self.factor, self.mscale_all_dim
-            )
-        return yarn_mscale(self.factor, 1.0)
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """m(s, k) = 0.1·k·ln s + 1, and 1 where nothing is stretched (published model code)."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -124,7 +86,7 @@ class ModelConfig:
         for field, accepted in _FIXED.items():
             value = raw.get(field, accepted[0])
             if not any(value == a and type(value) is type(a) for a in accepted):
-                raise ConfigError(f"{field}: {value!r} found, supported: {_words(accepted)}")
+                raise ConfigError(f"{field}: {value!r} found, supported: {words(accepted)}")
         if missing := sorted(own - set(raw)):
             raise ConfigError(f"{missing[0]}: missing; a Kimi K2 config.json has it")
         values = {name: raw[name] for name in own}
@@ -134,8 +96,8 @@ class ModelConfig:
         values["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
         config = cls(
             **values,
-            rope=_rope(raw),
-            weight_block_size=_block_size(raw.get("quantization_config")),
+            rope=rope_config(raw),
+            weight_block_size=block_size(raw.get("quantization_config")),
         )
         config._check(raw)
         return config
@@ -148,7 +110,7 @@ class ModelConfig:
                 raise ConfigError(
                     f"{field.name}: {value!r} found, supported: a whole number of at least {floor}"
                 )
-            if field.type is float and not (_is_number(value) and value > 0):
+            if field.type is float and not (is_number(value) and value > 0):
                 raise ConfigError(f"{field.name}: {value!r} found, supported: a number above 0")
         if type(self.norm_topk_prob) is not bool:
             raise ConfigError(
@@ -251,87 +213,3 @@ def load_config(source: str | Path) -> ModelConfig:
     except ConfigError as e:
         text = str(e)
         raise ConfigError(text if text.startswith(str(source)) else f"{source}: {text}") from e
-
-
-_ROPE_ABOVE = {"rope_theta": 1, "beta_fast": 0, "beta_slow": 0}  # divisors, theta by its log
-_ROPE_AT_LEAST = {"factor": 1, "original_max_position_embeddings": 1}  # the others: 0
-
-
-def _rope(raw: Mapping[str, Any]) -> RopeConfig:
-    """Either form of the rope settings: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    parameters = dict(_object(where, raw.get(where) or {}))
-    theta = parameters.pop("rope_theta", raw.get("rope_theta"))
-    if theta is None:
-        raise ConfigError("rope_theta: missing, both at the top level and in rope_parameters")
-    old, new = parameters.pop("type", None), parameters.pop("rope_type", None)
-    kind = new or old or "default"
-    if kind not in ("default", "yarn") or (old and new and old != new):
-        raise ConfigError(
-            f"{where}.rope_type: {new!r} (type: {old!r}) found, supported: 'default', 'yarn'"
-        )
-    names = {f.name for f in dataclasses.fields(RopeConfig)} - {"rope_theta"}
-    if unknown := sorted(set(parameters) - names):
-        raise ConfigError(f"{where}.{unknown[0]}: {parameters[unknown[0]]!r} is not a known key")
-    if kind == "default":
-        parameters = {}
-    elif missing := sorted({"factor", "original_max_position_embeddings"} - set(parameters)):
-        raise ConfigError(f"{where}.{missing[0]}: missing; rope type 'yarn' needs it")
-    for name, value in {"rope_theta": theta, **parameters}.items():
-        above, at_least = _ROPE_ABOVE.get(name), _ROPE_AT_LEAST.get(name, 0)
-        if above is not None and not (_is_number(value) and value > above):
-            raise ConfigError(f"{where}.{name}: {value!r} found, supported: a number above {above}")
-        if above is None and not (_is_number(value) and value >= at_least):
-            raise ConfigError(
-                f"{where}.{name}: {value!r} found, supported: a number of at least {at_least}"
-            )
-    if raw.get("rope_theta") not in (None, theta):
-        raise ConfigError(
-            f"rope_theta: {raw['rope_theta']!r} found at the top level and {theta!r} in {where}; "
-            "supported: one, or two that agree"
-        )
-    return RopeConfig(rope_theta=float(theta), **parameters)
-
-
-def _block_size(quantization: Mapping[str, Any] | None) -> tuple[int, int] | None:
-    if quantization is None:
-        return None
-    _object("quantization_config", quantization)
-    supported = {
-        "quant_method": ("fp8",),
-        "fmt": ("e4m3", None),
-        "activation_scheme": ("dynamic", None),
-    }
-    for field, accepted in supported.items():
-        if (value := quantization.get(field)) not in accepted:
-            raise ConfigError(
-                f"quantization_config.{field}: {value!r} found, supported: {_words(accepted)}"
-            )
-    if unknown := sorted(set(quantization) - set(supported) - {"weight_block_size"}):
-        raise ConfigError(
-            f"quantization_config.{unknown[0]}: {quantization[unknown[0]]!r} is not a known key"
-        )
-    size = quantization.get("weight_block_size")
-    if not (isinstance(size, list) and len(size) == 2 and all(type(s) is int for s in size)):
-        raise ConfigError(
-            f"quantization_config.weight_block_size: {size!r} found, supported: two whole numbers"
-        )
-    if min(size) < 1:
-        raise ConfigError(
-            f"quantization_config.weight_block_size: {size!r} found, supported: sizes above 0"
-        )
-    return size[0], size[1]
-
-
-def _object(field: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{field}: {value!r} found, supported: an object")
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _words(values: tuple[Any, ...]) -> str:
-    return ", ".join(repr(v) for v in values if v is not None)

@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from graphs.config import ConfigError, ModelConfig
+from graphs.config import ModelConfig
+from graphs.config_parts import ConfigError
 
 SPEC_FORMAT = 1
 SLOTS = 8  # experts that one run of the experts graph computes

@@ -23,7 +23,8 @@ from export.checkpoint import (
     is_quantised,
 )
 from export.write_checkpoint import write_checkpoint
-from graphs.config import ConfigError, ModelConfig
+from graphs.config import ModelConfig
+from graphs.config_parts import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

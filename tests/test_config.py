@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from helpers import tiny_config
 
-from graphs.config import ConfigError, ModelConfig, load_config, load_raw_config
+from graphs.config import ModelConfig, load_config, load_raw_config
+from graphs.config_parts import ConfigError
 
 YARN = tiny_config()["rope_scaling"]
 FP8 = tiny_config()["quantization_config"]

@@ -10,7 +10,8 @@ from helpers import tiny_config, transformers_config
 from export.attention import rotate_interleaved
 from export.pack import half_layout
 from export.rope import inverse_frequencies, rope_tables
-from graphs.config import ModelConfig, yarn_mscale
+from graphs.config import ModelConfig
+from graphs.config_parts import yarn_mscale
 from graphs.ops.rope import rope
 
 pytestmark = pytest.mark.usefixtures("one_thread")
