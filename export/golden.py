@@ -157,8 +157,10 @@ class _Golden:
         arrays |= self.block_outputs(results, isinstance(block.mlp, MoE))
         if isinstance(block.mlp, MoE):
             arrays["bias"] = block.mlp.gate.e_score_correction_bias
-        per_head = {"scores", "probabilities", "k_nope", "keys", "values"}  # of unequal lengths
-        for name in results[0].keys() - per_head:
+        left_out = {"k_nope", "keys", "values"}  # the graphs have none
+        if batch > 1:
+            left_out |= {"scores", "probabilities"}  # of unequal lengths
+        for name in (n for n in results[0] if n not in left_out):
             arrays[f"tap.{name}"] = torch.cat([taps[name] for taps in results])
         return arrays
 

@@ -113,3 +113,19 @@ def test_a_differing_token_passes_only_where_its_logit_hardly_led(nano: Build) -
     row = compare_tokens("case", tokens, golden, margin / 2)
     assert not row.passed and "5 of 64 equal" in row.remark
     assert compare_tokens("case", tokens, golden, margin * 2).passed
+
+
+def test_goldens_hold_every_comparable_tap(nano: Build) -> None:
+    taps = {
+        name: {t.removeprefix("tap.") for t in TensorFile.open(path).tensors if "tap." in t}
+        for name in ("dense_000_prefill", "dense_000_decode", "moe_001_chunk")
+        for path in [nano("fp32") / "golden" / f"{name}.safetensors"]
+    }
+    attention = {"x_attn", "c_q", "c_q_normed", "c_kv", "c_kv_normed", "k_pe_rotated", "q_nope"}
+    attention |= {"q_pe_rotated", "mix", "delta_attn", "x_mid", "h", "y"}
+    swiglu = {"gate", "up", "activated", "product", "delta_mlp"}
+    routing = {"gate_logits", "gate_scores", "experts", "expert_weights", "routed", "shared"}
+    assert taps["dense_000_prefill"] >= attention | swiglu | {"scores", "probabilities"}
+    assert taps["dense_000_decode"] >= attention | swiglu
+    assert taps["moe_001_chunk"] >= attention | routing
+    assert not taps["dense_000_prefill"] & {"k_nope", "keys", "values"}
