@@ -18,15 +18,15 @@ from runtime.evaluate import bits_per_byte
 from runtime.generate import generate as generate_tokens
 from runtime.kv_cache import CacheError
 from runtime.parity import runtime_parity
-from runtime.sampling import Sampler
+from runtime.sampling import Sampler, SamplingError
 from runtime.tokenizer import ByteTokenizer, load_tokenizer, stop_ids
 
 app = make_app("Tokens from a build folder, on ONNX Runtime.")
 
 Build = Annotated[Path, typer.Argument(help="Build folder, build/MODEL/PRECISION.")]
 Threads = Annotated[int, typer.Option(help="ONNX Runtime's threads; 0: one per core.")]
-Context = Annotated[int, typer.Option(help="Cache rows, and the longest sequence.")]
-Chunk = Annotated[int, typer.Option(help="Prompt tokens a step.")]
+Context = Annotated[int, typer.Option(min=1, help="Cache rows, and the longest sequence.")]
+Chunk = Annotated[int, typer.Option(min=1, help="Prompt tokens a step.")]
 
 
 @app.command()
@@ -141,4 +141,4 @@ def _parse_ids(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    run(app, StepError, CacheError, ValueError)
+    run(app, StepError, CacheError, SamplingError)

@@ -7,9 +7,16 @@ import numpy as np
 from graphs.tensorfile import Array
 
 
+class SamplingError(ValueError):
+    """A sampling setting that is out of range."""
+
+
 @dataclass
 class Sampler:
-    """Greedy at temperature 0; otherwise draws from softmax(logits / temperature), seeded."""
+    """Greedy at temperature 0; otherwise draws from softmax(logits / temperature), seeded.
+
+    Raises SamplingError where the temperature is negative or not finite.
+    """
 
     temperature: float = 0.0
     seed: int = 0
@@ -17,7 +24,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if not (np.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature: at least 0 expected, found {self.temperature}")
+            raise SamplingError(f"temperature: at least 0 expected, found {self.temperature}")
         self.generator = np.random.default_rng(self.seed)
 
     def __call__(self, logits_V: Array) -> int:
