@@ -106,7 +106,7 @@ evaluate: $(PRECISIONS:%=build/$(NAME)/%/.weights) ## bits per byte of the held-
 	@for p in $(PRECISIONS); do echo -n "$$p: "; \
 		$(PYTHON) -m runtime evaluate build/$(NAME)/$$p --text $(MODEL)/heldout.txt; done
 
-train: .venv/.installed ## train k2-nano anew into build/trained (about 25 minutes)
+train: .venv/.installed ## train k2-nano anew into build/trained (about 12 minutes)
 	$(PYTHON) models/train.py --out build/trained
 
 lint: .venv/.installed ## ruff and mypy
