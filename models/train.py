@@ -238,7 +238,7 @@ def main(recipe: Recipe, folder: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train k2-nano and write its checkpoint.")
-    parser.add_argument("--out", type=Path, default=SOURCE, help="folder of the checkpoint")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     main(Recipe(arguments.seed), arguments.out)
