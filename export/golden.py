@@ -36,7 +36,7 @@ from export.pack import matching_spec, to_numpy
 from export.rounded import round_bf16, rounded_reference
 from graphs.ops import MASKED
 from graphs.spec import SLOTS, BuildSpec, Precision
-from graphs.tensorfile import write_tensors
+from graphs.tensorfile import write_arrays
 
 TEXT = "And it came to pass in those days, that a man of the hill country went up to the gate."
 PROMPT_LENGTH = 96
@@ -80,8 +80,7 @@ def _write(
 ) -> Path:
     path = folder / f"{name}.safetensors"
     numpy = {key: to_numpy(value.detach()) for key, value in arrays.items()}
-    shapes = {key: (array.dtype, array.shape) for key, array in numpy.items()}
-    write_tensors(path, shapes, iter(numpy.items()), spec.file_metadata(name) | metadata)
+    write_arrays(path, numpy, spec.file_metadata(name) | metadata)
     return path
 
 

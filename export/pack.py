@@ -12,6 +12,7 @@ What changes on the way, and nothing else:
 Which tensors a layer's file holds, and their shapes, is read from the build's spec.
 """
 
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ from graphs.spec import (
     config_hash,
     layer_file,
 )
-from graphs.tensorfile import DTYPES, Array, write_tensors
+from graphs.tensorfile import DTYPES, Array, write_arrays, write_tensors
 
 # What a checkpoint may bring along; without any of these the runtime's tokenizer is bytes.
 TOKENIZER_FILES = (
@@ -87,6 +88,8 @@ class LayerPacker:
         self.checkpoint, self.form, self.config = checkpoint, form, checkpoint.config
         self.prefix = f"model.layers.{layer}."
         self.shapes = layer_tensors(checkpoint.config, layer)
+        # a layer's weight and scale follow each other: repack once, keep what one fusion needs
+        self._channels = functools.lru_cache(maxsize=2)(self._repacked)
 
     def tensor(self, name: str) -> Tensor:
         """The packed tensor of this name. Raises CheckpointError."""
@@ -136,15 +139,17 @@ class LayerPacker:
         return whole.T if self.form.fp8 and part == "weight" else whole
 
     def _piece(self, source: Source, part: str) -> Tensor:
-        name = f"{self.prefix}{source.name}.weight"
-        weight = self.checkpoint.weight(name, self.shapes[name])
         if self.form.fp8:
-            channels = channel_fp8(weight)
+            channels = self._channels(source.name)
             tensor = channels.weight.view(torch.uint8) if part == "weight" else channels.scale
             tensor = tensor if source.rows is None else tensor[source.rows]
             return tensor.view(torch.float8_e4m3fn) if part == "weight" else tensor
-        tensor = self.checkpoint.wide(name, self.shapes[name]).to(self.form.activation)
+        tensor = self._wide(f"{source.name}.weight").to(self.form.activation)
         return tensor if source.rows is None else tensor[source.rows]
+
+    def _repacked(self, source: str) -> ChannelFP8:
+        name = f"{self.prefix}{source}.weight"
+        return channel_fp8(self.checkpoint.weight(name, self.shapes[name]))
 
     def _up_projection(self, part: str) -> Tensor:
         c = self.config
@@ -191,9 +196,7 @@ def _pack_into(
         else:
             _write_layer(checkpoint, form, spec, folder, done - 1)
     cos, sin = (to_numpy(t) for t in rope_tables(spec.config))
-    shapes = {"cos": (cos.dtype, cos.shape), "sin": (sin.dtype, sin.shape)}
-    tables = iter([("cos", cos), ("sin", sin)])
-    write_tensors(folder / ROPE_FILE, shapes, tables, spec.file_metadata("rope"))
+    write_arrays(folder / ROPE_FILE, {"cos": cos, "sin": sin}, spec.file_metadata("rope"))
     progress("done", len(files), len(files))
     return [*files, ROPE_FILE, *_copy_tokenizer(checkpoint.folder, folder)]
 
@@ -223,9 +226,7 @@ def _write_layer(
 def _write_embedding(checkpoint: Checkpoint, form: Form, spec: BuildSpec, folder: Path) -> None:
     shape = (spec.config.vocab_size, spec.config.hidden_size)
     array = to_numpy(checkpoint.wide("model.embed_tokens.weight", shape).to(form.activation))
-    shapes = {"embed.weight": (array.dtype, shape)}
-    tensors = iter([("embed.weight", array)])
-    write_tensors(folder / EMBED_FILE, shapes, tensors, spec.file_metadata("embed"))
+    write_arrays(folder / EMBED_FILE, {"embed.weight": array}, spec.file_metadata("embed"))
 
 
 def _write_head(checkpoint: Checkpoint, spec: BuildSpec, folder: Path) -> None:

@@ -39,16 +39,18 @@ def graph_parity(build: Path, threads: int = 0) -> list[Row]:
         graph = next(g for name, g in spec.graphs.items() if name == golden.metadata["graph"])
         if graph.name not in sessions:
             content = spec.onnx_bytes(build, graph.name)
-            sessions[graph.name] = open_session(spec, content, graph.name, threads)
-        inputs = _weights(build, spec, graph, golden) | {
-            name.removeprefix("input."): array
-            for name, array in golden.tensors.items()
-            if name.startswith("input.")
-        }
+            sessions[graph.name] = open_session(spec, content, threads)
+        inputs = _weights(build, spec, graph, golden) | golden_inputs(golden)
         outputs = _outputs(graph, golden)
         run(sessions[graph.name], inputs, outputs)
         rows += compare_outputs(golden, outputs, spec)
     return rows
+
+
+def golden_inputs(golden: TensorFile) -> dict[str, Array]:
+    """What the golden's graph reads, weights and tables apart."""
+    prefix = "input."
+    return {n.removeprefix(prefix): a for n, a in golden.tensors.items() if n.startswith(prefix)}
 
 
 def compare_outputs(golden: TensorFile, outputs: dict[str, Array], spec: BuildSpec) -> list[Row]:

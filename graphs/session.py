@@ -13,7 +13,7 @@ import onnxruntime as ort
 from onnx import TensorProto
 
 from graphs.passes.widen import widen
-from graphs.spec import BuildSpec, GraphName
+from graphs.spec import BuildSpec
 from graphs.tensorfile import DTYPES, Array
 
 _ONNX_TYPE = {dtype: TensorProto.DataType.Value(n.upper()) for n, (_, dtype) in DTYPES.items()}
@@ -33,7 +33,7 @@ def ort_value(array: Array) -> Any:
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(carrier, onnx_type)
 
 
-def open_session(spec: BuildSpec, content: bytes, graph: GraphName, threads: int) -> Any:
+def open_session(spec: BuildSpec, content: bytes, threads: int) -> Any:
     """A CPU session of one graph: fp32 as exported, other precisions in their widened form.
 
     `threads` is ONNX Runtime's thread count, 0 for one per core.

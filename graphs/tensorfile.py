@@ -80,6 +80,12 @@ def write_tensors(
     Path(file.name).replace(path)
 
 
+def write_arrays(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
+    """`write_tensors` of what is in memory already."""
+    shapes = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    write_tensors(path, shapes, iter(arrays.items()), metadata)
+
+
 @dataclass(frozen=True)
 class TensorFile:
     """A mapped file: `metadata`, and tensors by name. Views stay valid while one is referenced."""

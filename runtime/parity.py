@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from graphs.metrics import FP8_CHAIN, RMS, TIE_MARGIN, Row, compare
-from graphs.parity import compare_outputs, graph_cases, routing_rows
+from graphs.parity import compare_outputs, golden_inputs, graph_cases, routing_rows
 from graphs.tensorfile import TensorFile
 from runtime.chain import Chain
 from runtime.generate import generate, prefill
@@ -27,12 +27,9 @@ def runtime_parity(chain: Chain, build: Path) -> list[Row]:
 def _block(chain: Chain, golden: TensorFile) -> list[Row]:
     spec, layer = chain.spec, int(golden.metadata["layer"])
     block = spec.config.block_type(layer)
-    inputs = {
-        n.removeprefix("input."): a for n, a in golden.tensors.items() if n.startswith("input.")
-    }
     names = [t.name for t in spec.graphs[block].outputs]
     outputs = {name: np.empty_like(golden[f"output.{name}"]) for name in names}
-    chain.backend.block(block, layer, inputs, outputs)
+    chain.backend.block(block, layer, golden_inputs(golden), outputs)
     if block == "dense":
         return compare_outputs(golden, outputs, spec)
     rows, same = routing_rows(golden, outputs["experts"], outputs["expert_weights"], spec)

@@ -295,7 +295,7 @@ def test_an_idle_slot_adds_nothing_whatever_it_computes(builds: dict[Precision, 
         inputs |= {f"rows_{slot}": rows, f"gates_{slot}": gates}
         inputs |= {f"slots.{slot}.gate_up.weight": gate_up, f"slots.{slot}.down.weight": down}
     spec, found = BuildSpec.load(builds["fp32"]), np.zeros((M, D), np.float32)
-    session = open_session(spec, spec.onnx_bytes(builds["fp32"], "experts"), "experts", 1)
+    session = open_session(spec, spec.onnx_bytes(builds["fp32"], "experts"), 1)
     run(session, {name: t.numpy() for name, t in inputs.items()}, {"acc_out": found})
     torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=1e-5)
     assert np.array_equal(found[[2, 4]], acc[[2, 4]].numpy())

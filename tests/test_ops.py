@@ -77,7 +77,7 @@ def run_body(op: CustomOp, *inputs: Tensor, **attributes: Any) -> list[Tensor]:
     narrow = any(t.dtype == torch.bfloat16 for t in inputs)
     precision: Precision = "bf16" if narrow else "fp32"
     spec = BuildSpec(precision, {}, "", {})
-    session = open_session(spec, model.SerializeToString(), "dense", threads=1)
+    session = open_session(spec, model.SerializeToString(), threads=1)
     outputs = {
         value.name: np.zeros(
             [d.dim_value for d in value.type.tensor_type.shape.dim],

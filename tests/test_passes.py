@@ -31,7 +31,7 @@ def parse(text: str) -> onnx.ModelProto:
 
 def run_onnx(model: onnx.ModelProto, inputs: dict[str, Array], output: Array) -> Array:
     """The model's only output, as ONNX Runtime computes it without any pass of ours."""
-    session = open_session(BuildSpec("fp32", {}, "", {}), model.SerializeToString(), "dense", 1)
+    session = open_session(BuildSpec("fp32", {}, "", {}), model.SerializeToString(), 1)
     run(session, inputs, {model.graph.output[0].name: output})
     return output
 
@@ -212,7 +212,7 @@ def test_widen_handles_an_output_that_other_nodes_read() -> None:
           z = Mul(y, x) }""")
     x, y, z = random(4, dtype=BF16), np.zeros(4, BF16), np.zeros(4, BF16)
     content = widen(model).SerializeToString()
-    session = open_session(BuildSpec("fp32", {}, "", {}), content, "dense", 1)
+    session = open_session(BuildSpec("fp32", {}, "", {}), content, 1)
     run(session, {"x": x}, {"y": y, "z": z})
     wide = x.astype(np.float32)
     np.testing.assert_array_equal(y, (2 * wide).astype(BF16))

@@ -33,7 +33,7 @@ class OnnxRuntimeBackend:
         for graph in GRAPHS:
             progress(f"graph {graph}")
             content = spec.onnx_bytes(build, graph)
-            self.sessions[graph] = open_session(spec, content, graph, threads)
+            self.sessions[graph] = open_session(spec, content, threads)
         tables = {name: ort_value(array) for name, array in weights.rope.tensors.items()}
         self.layers: list[Any] = []
         self.expert_weights: list[dict[str, Any]] = []
