@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from graphs.config import BlockType, ModelConfig
+from graphs.quantization import FP8Blocks, Int4Groups
 from graphs.spec import PRECISIONS, Precision
 
-# linear: FP8 in both FP8 forms. absorbed: W_UK and W_UV, FP8 in the checkpoint, 16 bits packed.
-# vocabulary: embedding and lm_head, never FP8. norm, router, bias: fp32 packed.
-Kind = Literal["linear", "absorbed", "vocabulary", "norm", "router", "bias"]
+# linear: FP8 in both FP8 forms. expert: a routed expert's, which an INT4 checkpoint has in 4 bits.
+# absorbed: W_UK and W_UV, FP8 in the checkpoint, 16 bits packed. vocabulary: embedding and lm_head,
+# never FP8. norm, router, bias: fp32 packed.
+Kind = Literal["linear", "expert", "absorbed", "vocabulary", "norm", "router", "bias"]
 
 
 @dataclass(frozen=True)
@@ -39,28 +41,36 @@ class Part:
 
     def fp8_bytes(self, block: tuple[int, int]) -> int:
         """In a block-FP8 checkpoint: one fp32 scale a block, the last of a matrix ragged."""
-        if self.kind not in ("linear", "absorbed"):
+        if self.kind not in ("linear", "expert", "absorbed"):
             return self.bf16_bytes
         end = self.first_row + self.out
         rows = math.ceil(end / block[0]) - math.ceil(self.first_row / block[0])
         return self.parameters + 4 * self.count * rows * math.ceil(self.fan_in / block[1])
 
+    def int4_bytes(self, group_size: int) -> int:
+        """In an INT4 checkpoint: 8 codes a word, a bf16 scale a group, the shape in two words."""
+        if self.kind != "expert":
+            return self.bf16_bytes
+        row = 4 * math.ceil(self.fan_in / 8) + 2 * math.ceil(self.fan_in / group_size)
+        return self.count * (self.out * row + 8)
+
     def packed_bytes(self, precision: Precision) -> int:
         """In this project's weight files; FP8 with one fp32 scale an output channel."""
         if precision == "fp32" or self.kind in ("norm", "router", "bias"):
             return self.parameters * 4
-        if precision == "fp8" and self.kind == "linear":
+        if precision == "fp8" and self.kind in ("linear", "expert"):
             return self.parameters + 4 * self.count * self.out
         return self.parameters * 2
 
 
 @dataclass(frozen=True)
 class Figures:
-    """A component's sums. Checkpoint bytes are None where the config has no block FP8."""
+    """A component's sums. Of quantised checkpoints only the config's own kind is there."""
 
     parameters: int
     bf16_checkpoint_bytes: int
     fp8_checkpoint_bytes: int | None
+    int4_checkpoint_bytes: int | None
     packed_bytes: dict[Precision, int]
 
 
@@ -89,11 +99,17 @@ class Account:
 
     def figures(self, components: Iterable[Component]) -> Figures:
         parts = [part for component in components for part in component.parts]
-        block = self.config.weight_block_size
+        fp8 = int4 = None
+        match self.config.quantization:
+            case FP8Blocks(block):
+                fp8 = sum(part.fp8_bytes(block) for part in parts)
+            case Int4Groups(group_size):
+                int4 = sum(part.int4_bytes(group_size) for part in parts)
         return Figures(
             sum(part.parameters for part in parts),
             sum(part.bf16_bytes for part in parts),
-            None if block is None else sum(part.fp8_bytes(block) for part in parts),
+            fp8,
+            int4,
             {p: sum(part.packed_bytes(p) for part in parts) for p in PRECISIONS},
         )
 
@@ -151,6 +167,7 @@ class Account:
 def _block(config: ModelConfig, kind: BlockType) -> tuple[Component, ...]:
     D, E = config.hidden_size, config.n_routed_experts
     norms = Component("block norms", (Part("norm", D, count=2),))
+    bias = (Part("bias", E),) if config.has_gate_bias else ()
     if kind == "dense":
         return (
             *_attention(config),
@@ -160,9 +177,9 @@ def _block(config: ModelConfig, kind: BlockType) -> tuple[Component, ...]:
     return (
         *_attention(config),
         norms,
-        Component("router", (Part("router", E, D), Part("bias", E))),
-        Component("shared expert", _swiglu(D, config.shared_intermediate_size)),
-        Component("routed experts", _swiglu(D, config.moe_intermediate_size, count=E)),
+        Component("router", (Part("router", E, D), *bias)),
+        Component("shared experts", _swiglu(D, config.shared_intermediate_size)),
+        Component("routed experts", _swiglu(D, config.moe_intermediate_size, E, "expert")),
     )
 
 
@@ -171,9 +188,11 @@ def _attention(config: ModelConfig) -> tuple[Component, ...]:
     D, Q, C = config.hidden_size, config.q_lora_rank, config.kv_lora_rank
     H, N, R = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
     V = config.v_head_dim
-    parts: dict[str, tuple[Part, ...]] = {
-        "query compression": (Part("linear", Q, D), Part("norm", Q)),
-        "query heads": (Part("linear", H * (N + R), Q),),
+    parts: dict[str, tuple[Part, ...]] = {}
+    if Q is not None:
+        parts["query compression"] = (Part("linear", Q, D), Part("norm", Q))
+    parts |= {
+        "query heads": (Part("linear", H * (N + R), D if Q is None else Q),),
         "key–value compression": (Part("linear", C, D), Part("norm", C)),
         "shared rope key": (Part("linear", R, D, first_row=C),),
         "W_UK": (Part("absorbed", H * N, C),),
@@ -183,10 +202,12 @@ def _attention(config: ModelConfig) -> tuple[Component, ...]:
     return tuple(Component(name, of, attention=True) for name, of in parts.items())
 
 
-def _swiglu(hidden_size: int, width: int, count: int = 1) -> tuple[Part, ...]:
+def _swiglu(
+    hidden_size: int, width: int, count: int = 1, kind: Kind = "linear"
+) -> tuple[Part, ...]:
     return (
-        Part("linear", width, hidden_size, 2 * count),
-        Part("linear", hidden_size, width, count),
+        Part(kind, width, hidden_size, 2 * count),
+        Part(kind, hidden_size, width, count),
     )
 
 

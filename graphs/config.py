@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from graphs.config_parts import ConfigError, RopeConfig, block_size, is_number, rope_config, words
+from graphs.config_keys import check_keys, text_config
+from graphs.config_parts import ConfigError, RopeConfig, is_number, rope_config
+from graphs.gates import METHODS, GroupScore, check_gate, with_gate_defaults
+from graphs.quantization import (
+    FP8Blocks,
+    Int4Groups,
+    Quantization,
+    check_int4_modules,
+    quantization,
+)
 
 BlockType = Literal["dense", "moe"]
 
@@ -22,26 +31,11 @@ LATENT_NORM_EPS = 1e-6
 
 PRESETS = Path(__file__).parent / "presets"
 
-# Keys that do not change what is computed at inference.
-_IGNORED = {
-    *("architectures", "auto_map", "model_type", "torch_dtype", "dtype", "transformers_version"),
-    *("aux_loss_alpha", "seq_aux", "initializer_range", "pretraining_tp", "use_cache", "ep_size"),
-    *("attention_dropout", "pad_token_id", "output_router_logits", "_name_or_path"),
-    *("head_dim", "qk_head_dim", "num_key_value_heads", "rope_theta", "rope_scaling"),
-    *("rope_parameters", "quantization_config"),
-}
+# Of a multimodal checkpoint's tensors (Kimi K2.5), where its config nests the text model's.
+TEXT_PREFIX = "language_model."
 
-# Keys with one supported value: field -> values accepted.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "tie_word_embeddings": (False,),
-    "rope_interleave": (True,),
-    "moe_layer_freq": (1,),
-    "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",),
-    "num_nextn_predict_layers": (0,),
-}
+# Whole numbers that may be 0; the others are at least 1.
+_FROM_ZERO = ("first_k_dense_replace", "bos_token_id", "num_nextn_predict_layers")
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class ModelConfig:
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    q_lora_rank: int
+    q_lora_rank: int | None  # None: queries are projected directly
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -62,6 +56,8 @@ class ModelConfig:
     n_routed_experts: int
     n_shared_experts: int
     num_experts_per_tok: int
+    scoring_func: str
+    topk_method: str
     first_k_dense_replace: int
     n_group: int
     topk_group: int
@@ -72,50 +68,34 @@ class ModelConfig:
     rope: RopeConfig
     bos_token_id: int
     eos_token_id: tuple[int, ...]
-    weight_block_size: tuple[int, int] | None  # None: 16- or 32-bit weights
+    quantization: Quantization | None  # None: 16- or 32-bit weights
+    num_nextn_predict_layers: int = 0  # stored behind the last layer, for training; not used
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         """Check and convert the content of a `config.json`. Raises ConfigError."""
-        own = {f.name for f in dataclasses.fields(cls)} - {"rope", "weight_block_size"}
-        if unknown := sorted(set(raw) - own - _IGNORED - set(_FIXED)):
-            raise ConfigError(
-                f"{unknown[0]}: {raw[unknown[0]]!r} is not a known key; if it does not change "
-                "inference, add it to the ignored keys in graphs/config.py"
-            )
-        for field, accepted in _FIXED.items():
-            value = raw.get(field, accepted[0])
-            if not any(value == a and type(value) is type(a) for a in accepted):
-                raise ConfigError(f"{field}: {value!r} found, supported: {words(accepted)}")
-        if missing := sorted(own - set(raw)):
+        raw = with_gate_defaults(text_config(raw))
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        own = set(fields) - {"rope", "quantization"}
+        check_keys(raw, own)
+        optional = {n for n, f in fields.items() if f.default is not dataclasses.MISSING}
+        if missing := sorted(own - optional - set(raw)):
             raise ConfigError(f"{missing[0]}: missing; a Kimi K2 config.json has it")
-        values = {name: raw[name] for name in own}
-        floats = {f.name for f in dataclasses.fields(cls) if f.type is float}
+        values = {name: raw[name] for name in own if name in raw}
+        floats = {n for n, f in fields.items() if f.type is float}
         values |= {name: float(values[name]) for name in floats if type(values[name]) is int}
         eos = values["eos_token_id"]
         values["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
         config = cls(
             **values,
             rope=rope_config(raw),
-            weight_block_size=block_size(raw.get("quantization_config")),
+            quantization=quantization(raw.get("quantization_config")),
         )
         config._check(raw)
         return config
 
     def _check(self, raw: Mapping[str, Any]) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            floor = 0 if field.name in ("first_k_dense_replace", "bos_token_id") else 1
-            if field.type is int and (type(value) is not int or value < floor):
-                raise ConfigError(
-                    f"{field.name}: {value!r} found, supported: a whole number of at least {floor}"
-                )
-            if field.type is float and not (is_number(value) and value > 0):
-                raise ConfigError(f"{field.name}: {value!r} found, supported: a number above 0")
-        if type(self.norm_topk_prob) is not bool:
-            raise ConfigError(
-                f"norm_topk_prob: {self.norm_topk_prob!r} found, supported: true, false"
-            )
+        self._check_numbers()
         heads = raw.get("num_key_value_heads")
         if heads is not None and heads != self.num_attention_heads:
             raise ConfigError(
@@ -129,22 +109,21 @@ class ModelConfig:
                 f"first_k_dense_replace: {self.first_k_dense_replace} found, supported: at most "
                 f"num_hidden_layers ({self.num_hidden_layers})"
             )
-        if self.n_routed_experts % self.n_group or self.topk_group > self.n_group:
+        check_gate(
+            self.topk_method,
+            self.scoring_func,
+            self.n_routed_experts,
+            self.n_group,
+            self.topk_group,
+            self.num_experts_per_tok,
+        )
+        if self.norm_topk_prob and self.num_experts_per_tok == 1:
             raise ConfigError(
-                f"n_group: {self.n_group} found, supported: a divisor of n_routed_experts "
-                f"({self.n_routed_experts}) that is at least topk_group ({self.topk_group})"
+                "num_experts_per_tok: 1 found, supported: at least 2 with norm_topk_prob, since "
+                "the published code normalises no weight that is alone"
             )
-        if self.n_group > 1 and self.n_routed_experts < 2 * self.n_group:
-            raise ConfigError(
-                f"n_group: {self.n_group} found, supported: groups of at least 2 experts, since a "
-                "group's score is the sum of its two best"
-            )
-        candidates = self.n_routed_experts // self.n_group * self.topk_group
-        if self.num_experts_per_tok > candidates:
-            raise ConfigError(
-                f"num_experts_per_tok: {self.num_experts_per_tok} found, supported: at most "
-                f"{candidates}, the experts of topk_group groups"
-            )
+        if isinstance(self.quantization, Int4Groups):
+            check_int4_modules(self.quantization, *self._linear_modules(), TEXT_PREFIX)
         if not self.eos_token_id:
             raise ConfigError("eos_token_id: [] found, supported: at least one token id")
         for token in (self.bos_token_id, *self.eos_token_id):
@@ -153,6 +132,38 @@ class ModelConfig:
                     f"bos_token_id, eos_token_id: {token!r} found, supported: below vocab_size "
                     f"({self.vocab_size})"
                 )
+
+    def _check_numbers(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            floor = 0 if field.name in _FROM_ZERO else 1
+            whole = field.type is int or (field.type == int | None and value is not None)
+            if whole and (type(value) is not int or value < floor):
+                raise ConfigError(
+                    f"{field.name}: {value!r} found, supported: a whole number of at least {floor}"
+                )
+            if field.type is float and not (is_number(value) and value > 0):
+                raise ConfigError(f"{field.name}: {value!r} found, supported: a number above 0")
+        if type(self.norm_topk_prob) is not bool:
+            raise ConfigError(
+                f"norm_topk_prob: {self.norm_topk_prob!r} found, supported: true, false"
+            )
+
+    def _linear_modules(self) -> tuple[list[str], list[str]]:
+        """Names of the linear layers of the first and last routed expert, and of all others."""
+        projections = ("gate_proj", "up_proj", "down_proj")
+        queries = ("q_proj",) if self.q_lora_rank is None else ("q_a_proj", "q_b_proj")
+        experts, others = [], ["lm_head"]
+        for layer in range(self.num_hidden_layers):
+            prefix = f"model.layers.{layer}"
+            for name in (*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"):
+                others.append(f"{prefix}.self_attn.{name}")
+            shared = "mlp" if self.block_type(layer) == "dense" else "mlp.shared_experts"
+            others += [f"{prefix}.{shared}.{name}" for name in projections]
+            if self.block_type(layer) == "moe":
+                ends = {0, self.n_routed_experts - 1}
+                experts += [f"{prefix}.mlp.experts.{e}.{p}" for e in ends for p in projections]
+        return experts, others
 
     @property
     def qk_head_dim(self) -> int:
@@ -167,6 +178,30 @@ class ModelConfig:
     def softmax_scale(self) -> float:
         """qk_head_dim^−½ · mscale², applied to the whole score (nope and rope part alike)."""
         return float(self.qk_head_dim**-0.5 * self.rope.softmax_multiplier)
+
+    @property
+    def group_score(self) -> GroupScore | None:
+        """How a group of experts is scored; None where the method knows no groups."""
+        return METHODS[self.topk_method].group_score
+
+    @property
+    def has_gate_bias(self) -> bool:
+        """Whether a correction bias takes part in choosing experts."""
+        return METHODS[self.topk_method].bias
+
+    @property
+    def expert_scaling(self) -> float:
+        """By what the chosen experts' weights are multiplied.
+
+        The softmax gates scale only where they do not normalise (published DeepSeek-V2 code).
+        """
+        softmax = self.scoring_func == "softmax"
+        return 1.0 if softmax and self.norm_topk_prob else self.routed_scaling_factor
+
+    @property
+    def weight_block_size(self) -> tuple[int, int] | None:
+        """Of block FP8 weights; None where the checkpoint has none."""
+        return self.quantization.block if isinstance(self.quantization, FP8Blocks) else None
 
     @property
     def shared_intermediate_size(self) -> int:

@@ -1,4 +1,4 @@
-"""The nested parts of a `config.json`, rope settings and quantisation, and how a refusal reads."""
+"""The rope settings of a `config.json`, and how a refusal reads."""
 
 import dataclasses
 import math
@@ -53,7 +53,7 @@ _ROPE_AT_LEAST = {"factor": 1, "original_max_position_embeddings": 1}  # the oth
 def rope_config(raw: Mapping[str, Any]) -> RopeConfig:
     """From `rope_parameters`, or `rope_theta` and `rope_scaling`. Raises ConfigError."""
     where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    parameters = dict(_object(where, raw.get(where) or {}))
+    parameters = dict(as_object(where, raw.get(where) or {}))
     theta = parameters.pop("rope_theta", raw.get("rope_theta"))
     if theta is None:
         raise ConfigError("rope_theta: missing, both at the top level and in rope_parameters")
@@ -86,38 +86,7 @@ def rope_config(raw: Mapping[str, Any]) -> RopeConfig:
     return RopeConfig(rope_theta=float(theta), **parameters)
 
 
-def block_size(quantization: Mapping[str, Any] | None) -> tuple[int, int] | None:
-    """Of `quantization_config`; None where there is none. Raises ConfigError."""
-    if quantization is None:
-        return None
-    _object("quantization_config", quantization)
-    supported = {
-        "quant_method": ("fp8",),
-        "fmt": ("e4m3", None),
-        "activation_scheme": ("dynamic", None),
-    }
-    for field, accepted in supported.items():
-        if (value := quantization.get(field)) not in accepted:
-            raise ConfigError(
-                f"quantization_config.{field}: {value!r} found, supported: {words(accepted)}"
-            )
-    if unknown := sorted(set(quantization) - set(supported) - {"weight_block_size"}):
-        raise ConfigError(
-            f"quantization_config.{unknown[0]}: {quantization[unknown[0]]!r} is not a known key"
-        )
-    size = quantization.get("weight_block_size")
-    if not (isinstance(size, list) and len(size) == 2 and all(type(s) is int for s in size)):
-        raise ConfigError(
-            f"quantization_config.weight_block_size: {size!r} found, supported: two whole numbers"
-        )
-    if min(size) < 1:
-        raise ConfigError(
-            f"quantization_config.weight_block_size: {size!r} found, supported: sizes above 0"
-        )
-    return size[0], size[1]
-
-
-def _object(field: str, value: Any) -> Mapping[str, Any]:
+def as_object(field: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{field}: {value!r} found, supported: an object")
     return value
@@ -127,5 +96,10 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
+def one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
+    """Whether value is one of these, types included: 1 is not True."""
+    return any(value == a and type(value) is type(a) for a in accepted)
+
+
 def words(values: tuple[Any, ...]) -> str:
-    return ", ".join(repr(v) for v in values if v is not None)
+    return ", ".join(repr(v) for v in values if v is not None) or "null"

@@ -9,11 +9,13 @@ import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
-from export.checkpoint import expected_tensors, is_quantised, layer_tensors
-from export.exportable import DenseBlock, Experts, Form, Head, MoEBlock
+from export.exportable import DenseBlock, Experts, Head, MoEBlock
+from export.layers import Form
+from export.tensor_names import expected_tensors, is_linear, is_routed, layer_tensors
 from graphs.__main__ import app
 from graphs.accounting import Account
 from graphs.config import BlockType, ModelConfig, load_raw_config
+from graphs.quantization import FP8Blocks, Int4Groups
 from graphs.spec import PRECISIONS, SLOTS, Precision
 
 K2 = load_raw_config("k2")
@@ -36,7 +38,18 @@ RAGGED = K2 | {
     "vocab_size": 163840,
     "num_key_value_heads": 3,
 }
-CONFIGS = pytest.mark.parametrize("raw", [K2, RAGGED], ids=["k2", "ragged"])
+# Direct queries, no gate bias, 16 bits; and routed experts in 4 bits, nested.
+DIRECT = {k: v for k, v in RAGGED.items() if k != "quantization_config"} | {
+    "q_lora_rank": None,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+}
+INT4 = RAGGED | {"quantization_config": load_raw_config("k2-thinking")["quantization_config"]}
+CONFIGS = pytest.mark.parametrize(
+    "raw",
+    [K2, RAGGED, DIRECT, load_raw_config("k2-thinking"), INT4],
+    ids=["k2", "ragged", "direct", "int4", "ragged int4"],
+)
 BLOCKS: tuple[BlockType, ...] = ("dense", "moe")
 
 
@@ -89,13 +102,31 @@ def test_a_block_is_the_tensors_of_its_checkpoint(raw: dict[str, Any], kind: Blo
     tensors = layer_tensors(config, layer)
     block = account.figures(account.blocks[kind])
     assert block.parameters == sum(map(math.prod, tensors.values()))
-    assert block.fp8_checkpoint_bytes == sum(fp8_bytes(*item) for item in tensors.items())
+    assert block.bf16_checkpoint_bytes == sum(bf16_bytes(*item) for item in tensors.items())
+    fp8 = sum(fp8_bytes(*item) for item in tensors.items())
+    int4 = sum(int4_bytes(*item) for item in tensors.items())
+    expected = {FP8Blocks: (fp8, None), Int4Groups: (None, int4)}
+    assert (block.fp8_checkpoint_bytes, block.int4_checkpoint_bytes) == expected.get(
+        type(config.quantization), (None, None)
+    )
+
+
+def bf16_bytes(name: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * (4 if name.endswith("bias") else 2)
 
 
 def fp8_bytes(name: str, shape: tuple[int, ...]) -> int:
-    if not is_quantised(name):
-        return math.prod(shape) * (4 if name.endswith("bias") else 2)
+    if not is_linear(name):
+        return bf16_bytes(name, shape)
     return math.prod(shape) + 4 * math.ceil(shape[0] / 128) * math.ceil(shape[1] / 128)
+
+
+def int4_bytes(name: str, shape: tuple[int, ...]) -> int:
+    """Words of 8 codes, a bf16 scale for every 32 inputs, the shape as two words."""
+    if not is_routed(name):
+        return bf16_bytes(name, shape)
+    rows, columns = shape
+    return rows * (4 * math.ceil(columns / 8) + 2 * math.ceil(columns / 32)) + 8
 
 
 def test_the_model_is_the_tensors_of_its_checkpoint() -> None:
@@ -124,10 +155,18 @@ def weight_bytes(parameters: Iterable[Any]) -> int:
     return sum(p.numel() * p.element_size() for p in parameters)
 
 
-def test_a_16_bit_checkpoint_has_no_fp8_bytes() -> None:
-    raw = {key: value for key, value in K2.items() if key != "quantization_config"}
-    account = Account.of(ModelConfig.from_dict(raw))
-    assert account.model.fp8_checkpoint_bytes is None
+@pytest.mark.parametrize(
+    ("preset", "columns"),
+    [("k2", {"bf16", "FP8"}), ("k2.5", {"bf16", "INT4"}), ("moonlight", {"bf16"})],
+)
+def test_the_table_has_a_column_for_the_configs_own_checkpoint(
+    preset: str, columns: set[str]
+) -> None:
+    result = CliRunner().invoke(app, ["describe", preset])
+    assert result.exit_code == 0
+    head = next(line for line in result.stdout.splitlines() if "parameters" in line)
+    assert {kind for kind in ("bf16", "FP8", "INT4") if f"{kind} checkpoint" in head} == columns
+    assert "fp8 packed" in head
 
 
 def test_the_table_names_the_totals() -> None:

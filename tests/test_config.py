@@ -4,14 +4,16 @@ import copy
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import tiny_config
+from helpers import INT4, multimodal, tiny_config
 
 from graphs.config import ModelConfig, load_config, load_raw_config
 from graphs.config_parts import ConfigError
+from graphs.quantization import FP8Blocks, Int4Groups
 
 YARN = tiny_config()["rope_scaling"]
 FP8 = tiny_config()["quantization_config"]
@@ -93,8 +95,11 @@ NAN, INFINITY = math.nan, math.inf
 # field, value found, what the error says is supported
 REFUSED: list[tuple[str, Any, str]] = [
     ("use_sliding_window", True, "not a known key"),
-    ("scoring_func", "softmax", "'sigmoid'"),
-    ("topk_method", "greedy", "'noaux_tc'"),
+    ("scoring_func", "softmax", "'sigmoid' with topk_method 'noaux_tc'"),
+    ("scoring_func", "sqrtsoftplus", "'sigmoid'"),
+    ("scoring_func", None, "'sigmoid'"),
+    ("topk_method", "aux_tc", "'noaux_tc', 'greedy', 'group_limited_greedy'"),
+    ("topk_method", None, "'noaux_tc'"),
     ("hidden_act", "gelu", "'silu'"),
     ("tie_word_embeddings", True, "False"),
     ("attention_bias", True, "False"),
@@ -102,8 +107,11 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("rope_interleave", False, "True"),
     ("moe_layer_freq", 2, "1"),
     ("moe_layer_freq", True, "1"),
-    ("num_nextn_predict_layers", 1, "0"),
-    ("q_lora_rank", None, "a whole number of at least 1"),
+    ("num_nextn_predict_layers", -1, "a whole number of at least 0"),
+    ("num_nextn_predict_layers", None, "a whole number of at least 0"),
+    ("q_lora_rank", 0, "a whole number of at least 1"),
+    ("q_lora_rank", "null", "a whole number of at least 1"),
+    ("kv_lora_rank", None, "a whole number of at least 1"),
     ("hidden_size", "160", "a whole number of at least 1"),
     ("hidden_size", 160.0, "a whole number of at least 1"),
     ("hidden_size", True, "a whole number of at least 1"),
@@ -124,6 +132,10 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("n_group", 3, "a divisor of n_routed_experts (8)"),
     ("n_group", 8, "groups of at least 2 experts"),
     ("num_experts_per_tok", 9, "at most 8"),
+    ("num_experts_per_tok", 1, "at least 2 with norm_topk_prob"),
+    ("is_decoder", True, "False"),
+    ("pruned_heads", {"0": [1]}, "{}"),
+    ("chunk_size_feed_forward", 64, "0"),
     ("quantization_config", "fp8", "an object"),
     ("rope_scaling", "yarn", "an object"),
 ]
@@ -143,6 +155,11 @@ def test_a_refusal_names_field_value_and_what_is_supported(
     ("changes", "message"),
     [
         ({"topk_group": 2}, r"^n_group: 1 found.* at least topk_group \(2\)"),
+        ({"topk_method": "greedy"}, "^scoring_func: 'sigmoid' found, supported: 'softmax' with"),
+        (
+            {"topk_method": "greedy", "scoring_func": "softmax", "n_group": 2},
+            "^n_group: 2 found, supported: 1 with topk_method 'greedy'",
+        ),
         ({"n_group": 4, "num_experts_per_tok": 3}, "^num_experts_per_tok: 3 found.* at most 2"),
         ({"bos_token_id": 258}, r"bos_token_id.*: 258 found.* below vocab_size \(258\)"),
         ({"eos_token_id": []}, r"eos_token_id: \[\] found, supported: at least one"),
@@ -196,14 +213,17 @@ def test_yarn_needs_its_factor_and_original_length(field: str) -> None:
 
 
 REFUSED_QUANTISATION: list[tuple[str, Any, str]] = [
-    ("quant_method", "compressed-tensors", "'fp8'"),
+    ("quant_method", "awq", "'fp8', 'compressed-tensors'"),
+    ("quant_method", None, "'fp8', 'compressed-tensors'"),
     ("fmt", "e5m2", "'e4m3'"),
+    ("scale_fmt", "float", "'ue8m0'"),
     ("activation_scheme", "static", "'dynamic'"),
     ("weight_block_size", None, "two whole numbers"),
     ("weight_block_size", [128], "two whole numbers"),
     ("weight_block_size", [128, True], "two whole numbers"),
     ("weight_block_size", [128, 0], "sizes above 0"),
-    ("modules_to_not_convert", ["lm_head"], "not a known key"),
+    ("modules_to_not_convert", ["lm_head"], "[]"),
+    ("ignored_layers", [], "not a known key"),
 ]
 
 
@@ -217,6 +237,174 @@ def test_a_quantisation_refusal_names_field_value_and_what_is_supported(
         ModelConfig.from_dict(tiny_config(quantization_config=FP8 | {field: value}))
     assert str(error.value).startswith(f"quantization_config.{field}: {value!r}")
     assert supported in str(error.value)
+
+
+def int4(path: str = "", value: Any = None) -> dict[str, Any]:
+    """The INT4 quantisation with one value changed, named by keys with dots in between."""
+    raw = copy.deepcopy(INT4)
+    *parents, last = path.split(".") if path else [""]
+    owner = raw
+    for key in parents:
+        owner = owner[key]
+    if path:
+        owner[last] = value
+    return raw
+
+
+def test_each_published_quantisation_is_read() -> None:
+    def read(quantization: dict[str, Any] | None) -> Any:
+        return ModelConfig.from_dict(tiny_config(quantization_config=quantization)).quantization
+
+    assert read(FP8) == read(FP8 | {"scale_fmt": "ue8m0"}) == FP8Blocks((128, 128))
+    assert read(None) is None
+    assert read(INT4) == Int4Groups(32, tuple(INT4["ignore"]))
+    assert ModelConfig.from_dict(tiny_config()).weight_block_size == (128, 128)
+    assert ModelConfig.from_dict(tiny_config(quantization_config=INT4)).weight_block_size is None
+
+
+W = "config_groups.group_0.weights"
+REFUSED_INT4: list[tuple[str, Any, str]] = [
+    ("format", "nvfp4-pack-quantized", "'pack-quantized'"),
+    ("quantization_status", "frozen", "'compressed'"),
+    ("kv_cache_scheme", {"num_bits": 8}, "null"),
+    ("sparsity_config", {"format": "sparse-24-bitmask"}, "{}"),
+    ("recipe", "", "not a known key"),
+    ("config_groups", None, "an object"),
+    ("config_groups.group_0", [], "an object"),
+    ("config_groups.group_0.targets", ["re:.*experts.*"], "['Linear']"),
+    ("config_groups.group_0.input_activations", {"num_bits": 8}, "null"),
+    ("config_groups.group_0.format", "float-quantized", "'pack-quantized'"),
+    ("config_groups.group_0.targets_kind", 1, "not a known key"),
+    (W, None, "an object"),
+    (f"{W}.num_bits", 8, "4"),
+    (f"{W}.num_bits", 4.0, "4"),
+    (f"{W}.type", "float", "'int'"),
+    (f"{W}.symmetric", False, "True"),
+    (f"{W}.symmetric", 1, "True"),
+    (f"{W}.strategy", "channel", "'group'"),
+    (f"{W}.dynamic", True, "False"),
+    (f"{W}.actorder", "weight", "null"),
+    (f"{W}.group_size", None, "a whole number of at least 1"),
+    (f"{W}.group_size", -1, "a whole number of at least 1"),
+    (f"{W}.zero_point", 8, "not a known key"),
+    ("ignore", None, "a list of module names"),
+    ("ignore", "lm_head", "a list of module names"),
+    ("ignore", ["lm_head", 3], "a list of module names"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "supported"), REFUSED_INT4, ids=lambda v: repr(v))
+def test_an_int4_refusal_names_field_value_and_what_is_supported(
+    path: str, value: Any, supported: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_dict(tiny_config(quantization_config=int4(path, value)))
+    assert str(error.value).startswith(f"quantization_config.{path}: {value!r}")
+    assert supported in str(error.value)
+
+
+def test_two_groups_are_mixed_methods_and_refused() -> None:
+    group = INT4["config_groups"]["group_0"]
+    mixed = int4("config_groups", {"group_0": group, "group_1": group})
+    with pytest.raises(ConfigError, match=r"config_groups: \['group_0', 'group_1'\] .* one group"):
+        ModelConfig.from_dict(tiny_config(quantization_config=mixed))
+
+
+@pytest.mark.parametrize(
+    ("rules", "module"),
+    [
+        ([], "lm_head is quantised"),
+        (["lm_head"], "model.layers.0.self_attn.q_a_proj is quantised"),
+        (["lm_head", "re:.*self_attn.*"], "model.layers.0.mlp.gate_proj is quantised"),
+        ([r for r in INT4["ignore"] if "shared" not in r], "shared_experts.gate_proj is quantised"),
+        ([*INT4["ignore"], "re:.*experts.*"], "experts.0.gate_proj is not quantised"),
+        ([*INT4["ignore"], "re:.*layers.2.mlp.*"], "layers.2.mlp.experts.0.gate_proj is not"),
+        ([*INT4["ignore"], "model.layers.1.mlp.experts.7.down_proj"], "experts.7.down_proj is not"),
+        (["lm_head", "re:self_attn"], "model.layers.0.self_attn.q_a_proj is quantised"),
+    ],
+)
+def test_rules_that_quantise_other_modules_than_routed_experts_are_refused(
+    rules: list[str], module: str
+) -> None:
+    """A rule matches the start of a name, as a regular expression, or all of it."""
+    with pytest.raises(ConfigError, match=rf"^quantization_config\.ignore: .*{module}"):
+        ModelConfig.from_dict(tiny_config(quantization_config=int4("ignore", rules)))
+
+
+def test_rules_may_be_written_for_names_with_and_without_the_prefix() -> None:
+    rules = [*INT4["ignore"][1:], "language_model.lm_head", "re:vision_tower.*"]
+    ModelConfig.from_dict(tiny_config(quantization_config=int4("ignore", rules)))
+
+
+def test_a_rule_that_is_no_regular_expression_is_named() -> None:
+    rules = [*INT4["ignore"], "re:*.mlp"]
+    with pytest.raises(ConfigError, match=r"^quantization_config\.ignore: 're:\*\.mlp' found"):
+        ModelConfig.from_dict(tiny_config(quantization_config=int4("ignore", rules)))
+
+
+def test_a_nested_text_config_is_the_model() -> None:
+    """What both levels may say stands where either says it."""
+    flat = tiny_config(quantization_config=INT4)
+    expected = ModelConfig.from_dict(flat)
+    assert ModelConfig.from_dict(multimodal(flat)) == expected
+    moved = {k: flat[k] for k in ("quantization_config", "bos_token_id", "eos_token_id")}
+    inner = {k: v for k, v in flat.items() if k not in moved}
+    assert ModelConfig.from_dict(multimodal(inner) | moved) == expected
+    assert ModelConfig.from_dict(multimodal(flat) | moved) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": FP8}, r"^quantization_config: .* top level .* in text_config"),
+        ({"eos_token_id": 3}, "^eos_token_id: 3 found at the top level and 257 in text_config"),
+        ({"bos_token_id": 3}, "^bos_token_id: 3 found at the top level"),
+        ({"tie_word_embeddings": True}, "^tie_word_embeddings: True found, supported: False"),
+        ({"hidden_size": 160}, "^hidden_size: 160 is not a known key of a config that has a text"),
+        ({"text_config": None}, "^text_config: None found, supported: an object"),
+        ({"model_type": "kimi_vl"}, "^model_type: 'kimi_vl' found beside text_config, supported"),
+        ({"model_type": None}, "^model_type: None found beside text_config"),
+    ],
+)
+def test_levels_of_a_nested_config_that_conflict_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict(multimodal(tiny_config(quantization_config=INT4)) | changes)
+
+
+def test_the_gate_is_what_the_models_own_class_would_set() -> None:
+    """Where config.json is silent; with no class known there is nothing to guess from."""
+
+    def gate(**changes: Any) -> tuple[str, str]:
+        config = ModelConfig.from_dict(tiny_config(**changes))
+        return config.scoring_func, config.topk_method
+
+    assert gate() == gate(model_type="deepseek_v3") == ("sigmoid", "noaux_tc")
+    assert gate(model_type="deepseek_v2") == ("softmax", "greedy")
+    said = {"scoring_func": "softmax", "topk_method": "group_limited_greedy"}
+    assert gate(model_type="deepseek_v3", **said) == tuple(said.values())
+    assert gate(model_type="of_tomorrow", **said) == tuple(said.values())
+    for kind in ("of_tomorrow", None, []):
+        for missing in said:
+            given = {k: v for k, v in said.items() if k != missing}
+            pattern = rf"^{missing}: missing, .* model_type {re.escape(repr(kind))}"
+            with pytest.raises(ConfigError, match=pattern):
+                gate(model_type=kind, **given)
+
+
+def test_what_follows_from_the_gates_method() -> None:
+    """Group score, bias, and by what weights are multiplied: softmax gates scale or normalise."""
+    softmax = {"scoring_func": "softmax", "routed_scaling_factor": 16.0}
+    for changes, expected in (
+        ({}, ("top2_sum", True, 2.827)),
+        ({"norm_topk_prob": False}, ("top2_sum", True, 2.827)),
+        (softmax | {"topk_method": "greedy"}, (None, False, 1.0)),
+        (softmax | {"topk_method": "greedy", "norm_topk_prob": False}, (None, False, 16.0)),
+        (softmax | {"topk_method": "group_limited_greedy", "n_group": 1}, ("max", False, 1.0)),
+    ):
+        config = ModelConfig.from_dict(tiny_config(**changes))
+        assert (config.group_score, config.has_gate_bias, config.expert_scaling) == expected
 
 
 @pytest.mark.parametrize("field", ["n_group", "norm_topk_prob", "rms_norm_eps", "eos_token_id"])
@@ -269,7 +457,7 @@ def test_a_file_that_holds_no_json_object_is_an_error_naming_it(tmp_path: Path, 
 
 def test_an_unknown_source_is_an_error_that_lists_the_presets(tmp_path: Path) -> None:
     for source in ("k3", tmp_path):
-        with pytest.raises(ConfigError, match=rf"{source}: no such preset \(there are: k2\)"):
+        with pytest.raises(ConfigError, match=rf"{source}: no such preset \(there are: .*\bk2, "):
             load_config(source)
 
 
