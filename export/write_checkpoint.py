@@ -1,4 +1,4 @@
-"""Write a model in Kimi K2's on-disk format: config, index, shards, block FP8 linear layers."""
+"""Write a model in its family's on-disk format: config, index, shards, FP8 or INT4 weights."""
 
 import json
 import tempfile
@@ -11,15 +11,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from export.block_fp8 import encode
-from export.checkpoint import (
-    INDEX,
-    SCALE_SUFFIX,
-    CheckpointError,
-    expected_tensors,
-    is_quantised,
-    require_finite,
-)
-from graphs.config import ModelConfig
+from export.checkpoint import require_finite
+from export.group_int4 import encode_int4
+from export.shards import INDEX, CheckpointError
+from export.tensor_names import expected_tensors, is_linear, is_routed
+from export.weight_forms import GROUP_SCALE, PACKED, SCALE_SUFFIX, SHAPE
+from graphs.config import TEXT_PREFIX, ModelConfig
+from graphs.quantization import FP8Blocks, Int4Groups
 
 
 def write_checkpoint(
@@ -27,9 +25,10 @@ def write_checkpoint(
 ) -> None:
     """Write `state` (checkpoint names, any float dtype) as a checkpoint of `raw_config`.
 
-    With a `quantization_config` the linear layers become block FP8. Gate weights, norms, embedding
-    and head are bf16, the correction bias fp32. Raises CheckpointError where names or shapes differ
-    from what the config calls for or a value is not finite; nothing is written then.
+    The config's quantisation makes linear layers block FP8, or routed experts grouped INT4. Gate
+    weights, norms, embedding and head are bf16, the correction bias fp32. Raises CheckpointError
+    where names or shapes differ from what the config calls for or a value is not finite; nothing is
+    written then.
     """
     config = ModelConfig.from_dict(raw_config)
     expected = expected_tensors(config)
@@ -51,6 +50,8 @@ def write_checkpoint(
         tensors: dict[str, Tensor] = {}
         for name in names[i * len(names) // shards : (i + 1) * len(names) // shards]:
             tensors |= _stored(name, state[name], config)
+        if "text_config" in raw_config:
+            tensors = {TEXT_PREFIX + name: tensor for name, tensor in tensors.items()}
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as temporary:
             save_file(tensors, temporary.name, metadata={"format": "pt"})
         Path(temporary.name).chmod(0o644)
@@ -73,7 +74,13 @@ def _stored(name: str, tensor: Tensor, config: ModelConfig) -> dict[str, Tensor]
     tensor = tensor.detach()
     if name.endswith("e_score_correction_bias"):
         return {name: tensor.to(torch.float32).contiguous()}
-    if config.weight_block_size is None or not is_quantised(name):
-        return {name: tensor.to(torch.bfloat16).contiguous()}
-    block = encode(tensor, config.weight_block_size)
-    return {name: block.weight, name + SCALE_SUFFIX: block.scale}
+    match config.quantization:
+        case FP8Blocks(block=block) if is_linear(name):
+            blocks = encode(tensor, block)
+            return {name: blocks.weight, name + SCALE_SUFFIX: blocks.scale}
+        case Int4Groups(group_size=size) if is_routed(name):
+            groups = encode_int4(tensor, size)
+            shape = torch.tensor(groups.shape, dtype=torch.int32)
+            parts = {PACKED: groups.packed, GROUP_SCALE: groups.scale, SHAPE: shape}
+            return {name + suffix: part for suffix, part in parts.items()}
+    return {name: tensor.to(torch.bfloat16).contiguous()}

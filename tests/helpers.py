@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from export.checkpoint import Checkpoint, expected_tensors
+from export.checkpoint import Checkpoint
+from export.tensor_names import expected_tensors
 from export.write_checkpoint import write_checkpoint
 from graphs.config import ModelConfig
 
@@ -61,6 +62,51 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     return raw | changes
 
 
+INT4: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "global_compression_ratio": None,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+                "dynamic": False,
+                "actorder": None,
+                "block_structure": None,
+                "observer": "minmax",
+                "observer_kwargs": {},
+            },
+        }
+    },
+    "ignore": [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+    ],
+}
+
+
+def multimodal(text: dict[str, Any]) -> dict[str, Any]:
+    """The text model's config nested as Kimi K2.5 nests it."""
+    return {
+        "model_type": "kimi_k25",
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "media_placeholder_token_id": 255,
+        "vision_config": {"vt_num_hidden_layers": 27},
+        "text_config": text,
+    }
+
+
 def random_state(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     """Weights that keep activations near 1, norms about 1, correction biases of a few percent."""
     generator = torch.Generator().manual_seed(seed)
@@ -78,7 +124,11 @@ def random_state(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
 
 def tiny_checkpoint(path: Path, seed: int = 0, shards: int = 2, **changes: Any) -> Path:
     """The folder of a checkpoint of `tiny_config(**changes)` with the weights of this seed."""
-    raw = tiny_config(**changes)
+    return written(path, tiny_config(**changes), seed, shards)
+
+
+def written(path: Path, raw: dict[str, Any], seed: int = 0, shards: int = 2) -> Path:
+    """The folder of a checkpoint of this config with the weights of this seed."""
     write_checkpoint(path, raw, random_state(ModelConfig.from_dict(raw), seed), shards)
     return path
 

@@ -14,14 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from export.block_fp8 import BlockFP8, decode, encode
-from export.checkpoint import (
-    INDEX,
-    SCALE_SUFFIX,
-    Checkpoint,
-    CheckpointError,
-    expected_tensors,
-    is_quantised,
-)
+from export.checkpoint import Checkpoint
+from export.shards import INDEX, CheckpointError
+from export.tensor_names import expected_tensors, is_linear
+from export.weight_forms import SCALE_SUFFIX
 from export.write_checkpoint import write_checkpoint
 from graphs.config import ModelConfig
 from graphs.config_parts import ConfigError
@@ -82,7 +78,7 @@ def test_what_is_written_is_read_back(folder: Path) -> None:
     assert {name: tuple(t.shape) for name, t in reference.items()} == EXPECTED
     for name, found in reference.items():
         expected = state[name].bfloat16().float()
-        if is_quantised(name):
+        if is_linear(name):
             expected = decode(encode(state[name], (128, 128)))
         elif name == BIAS:
             expected = state[name]
@@ -91,22 +87,22 @@ def test_what_is_written_is_read_back(folder: Path) -> None:
 
 def test_stored_types_are_the_formats(folder: Path) -> None:
     checkpoint = Checkpoint.open(folder)
-    weight = checkpoint.weight(Q_A, EXPECTED[Q_A])
+    weight = checkpoint.weight(Q_A)
     assert isinstance(weight, BlockFP8) and weight.scale.shape == (2, 2)
-    assert checkpoint.read(Q_A + SCALE_SUFFIX).dtype == torch.float32
-    assert checkpoint.read(BIAS).dtype == torch.float32
+    assert checkpoint.stored[Q_A + SCALE_SUFFIX].dtype == torch.float32
+    assert checkpoint.stored[BIAS].dtype == torch.float32
     for name in (NORM, f"{LAYER}mlp.gate.weight", "lm_head.weight", "model.embed_tokens.weight"):
-        assert checkpoint.read(name).dtype == torch.bfloat16
-    stored = set(checkpoint.shard_of)
-    assert stored == set(EXPECTED) | {n + SCALE_SUFFIX for n in EXPECTED if is_quantised(n)}
+        assert checkpoint.stored[name].dtype == torch.bfloat16
+    stored = set(checkpoint.stored)
+    assert stored == set(EXPECTED) | {n + SCALE_SUFFIX for n in EXPECTED if is_linear(n)}
 
 
 def test_without_quantisation_every_weight_is_bf16(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, num_hidden_layers=2, quantization_config=None)
     checkpoint = Checkpoint.open(tmp_path)
-    assert set(checkpoint.shard_of) == set(EXPECTED)
+    assert set(checkpoint.stored) == set(EXPECTED)
     expected = random_state(CONFIG)[Q_A].bfloat16().float()
-    assert torch.equal(checkpoint.wide(Q_A, EXPECTED[Q_A]), expected)
+    assert torch.equal(checkpoint.wide(Q_A), expected)
 
 
 def test_shards_and_total_size_are_those_of_the_index(folder: Path) -> None:
@@ -126,20 +122,20 @@ def test_writing_twice_gives_the_same_bytes(folder: Path, tmp_path: Path) -> Non
 
 def test_weight_and_scale_may_lie_in_different_shards(folder: Path) -> None:
     """Case 10."""
-    before = Checkpoint.open(folder).wide(Q_A, EXPECTED[Q_A])
+    before = Checkpoint.open(folder).wide(Q_A)
     shards = read_index(folder)
     own = load_file(folder / shards[Q_A])
     save_file({Q_A + SCALE_SUFFIX: own.pop(Q_A + SCALE_SUFFIX)}, folder / "scale.safetensors")
     save_file(own, folder / shards[Q_A])
     write_index(folder, shards | {Q_A + SCALE_SUFFIX: "scale.safetensors"})
-    assert torch.equal(Checkpoint.open(folder).wide(Q_A, EXPECTED[Q_A]), before)
+    assert torch.equal(Checkpoint.open(folder).wide(Q_A), before)
 
 
 def test_one_shard_needs_no_index(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, shards=1, num_hidden_layers=2)
     indexed = Checkpoint.open(tmp_path)
     (tmp_path / INDEX).unlink()
-    assert Checkpoint.open(tmp_path).shard_of == indexed.shard_of
+    assert Checkpoint.open(tmp_path).stored == indexed.stored
 
 
 def test_stored_frequencies_are_ignored_and_unknown_tensors_reported(folder: Path) -> None:
@@ -180,16 +176,17 @@ FP8_ROW = torch.ones(160).to(torch.float8_e4m3fn)
 FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "a transposed weight": (
         lambda tensors: tensors.update({Q_A: tensors[Q_A].T.contiguous()}),
-        rf"{Q_A}: shape \(136, 160\) expected from config.json, found \(160, 136\)",
+        rf"{Q_A}: shape \(136, 160\) expected from config.json .*, found \(160, 136\) in .*model",
     ),
     "a grid of another block size": (
         set_to(Q_A + SCALE_SUFFIX, torch.ones(3, 2)),
-        rf"{Q_A}{SCALE_SUFFIX}: fp32 scale grid \(2, 2\) expected for \(136, 160\) with "
-        r"weight_block_size 128×128, found torch.float32 \(3, 2\)",
+        rf"{Q_A}{SCALE_SUFFIX}: shape \(2, 2\) expected from config.json \(fp32 or "
+        r"float8_e8m0fnu, the scale grid of \(136, 160\) with weight_block_size 128×128\), found "
+        r"\(3, 2\) in .*model.safetensors",
     ),
     "scales in bf16": (
         set_to(Q_A + SCALE_SUFFIX, torch.ones(2, 2, dtype=torch.bfloat16)),
-        rf"{Q_A}{SCALE_SUFFIX}: fp32 .* found torch.bfloat16 \(2, 2\)",
+        rf"{Q_A}{SCALE_SUFFIX}: fp32 .* found torch.bfloat16 in ",
     ),
     "a weight of integers": (
         set_to(Q_A, torch.ones(136, 160, dtype=torch.int8)),
@@ -201,25 +198,28 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     ),
     "a norm in FP8": (
         set_to(NORM, FP8_ROW),
-        f"{NORM}: FP8 found, 16 or 32 bits expected for this tensor",
+        f"{NORM}: FP8 found in .*model.safetensors, 16 or 32 bits expected for this tensor",
     ),
     "a bf16 weight with a scale grid": (
         set_to(Q_A, torch.ones(136, 160, dtype=torch.bfloat16)),
         f"{Q_A}: torch.bfloat16 found beside {Q_A}{SCALE_SUFFIX}",
     ),
-    "NaN in the bias": (put(BIAS, 5, math.nan), rf"{BIAS}: NaN or infinity at index \(5,\)"),
+    "NaN in the bias": (
+        put(BIAS, 5, math.nan),
+        rf"{BIAS}: NaN or infinity at index \(5,\) in .*model\.safe",
+    ),
     "infinity in a norm": (put(NORM, 9, math.inf), rf"{NORM}: NaN or infinity at index \(9,\)"),
     "infinity in a bf16 weight": (
         put("lm_head.weight", (7, 3), -math.inf),
-        r"lm_head.weight: NaN or infinity at index \(7, 3\)",
+        r"lm_head.weight: NaN or infinity at index \(7, 3\) in .*model\.safetensors",
     ),
     "NaN in an FP8 weight": (
         put(Q_A, (130, 2), math.nan),
-        rf"{Q_A}: NaN or infinity at index \(130, 2\)",
+        rf"{Q_A}: NaN or infinity at index \(130, 2\) in .*model\.safetensors",
     ),
     "infinity in a scale": (
         put(Q_A + SCALE_SUFFIX, (1, 0), math.inf),
-        rf"{Q_A}{SCALE_SUFFIX}: NaN or infinity at index \(1, 0\)",
+        rf"{Q_A}{SCALE_SUFFIX}: NaN or infinity at index \(1, 0\) in .*model\.safetensors",
     ),
 }
 
@@ -242,13 +242,15 @@ def test_a_negative_nan_byte_is_refused(folder: Path) -> None:
 
     change(folder, edit)
     with pytest.raises(CheckpointError, match=rf"{Q_A}: NaN or infinity at index \(0, 1\)"):
-        Checkpoint.open(folder).weight(Q_A, EXPECTED[Q_A])
+        Checkpoint.open(folder).weight(Q_A)
 
 
 def test_fp8_without_a_quantization_config_is_refused(folder: Path) -> None:
     raw = {k: v for k, v in RAW.items() if k != "quantization_config"}
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"FP8, but config.json has no quantization_config"):
+    with pytest.raises(
+        CheckpointError, match=r"weight: FP8 in .*, but config.json has no quantization_config"
+    ):
         Checkpoint.open(folder).reference()
 
 
@@ -263,7 +265,9 @@ def test_a_tensor_that_its_shard_lacks_is_named(folder: Path) -> None:
     shards = read_index(folder)
     other = next(shard for shard in shards.values() if shard != shards[Q_A])
     write_index(folder, shards | {Q_A: other})
-    with pytest.raises(CheckpointError, match=f"{other}: cannot read tensor {Q_A}"):
+    with pytest.raises(
+        CheckpointError, match=f"{other}: no tensor {Q_A}, which {INDEX} says is in there"
+    ):
         Checkpoint.open(folder).reference()
 
 
