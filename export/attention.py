@@ -1,8 +1,9 @@
 """Multi-head latent attention as the checkpoint states it: the readable reference.
 
-Queries go through a low-rank path; keys and values come from one normed latent of `kv_lora_rank`
-values and one rotated key of `qk_rope_head_dim` values that all heads share. Three ways to attend,
-equal but for rounding, told apart by the cache handed in:
+Queries go through a low-rank path, or, where `q_lora_rank` is null, are projected directly; keys
+and values come from one normed latent of `kv_lora_rank` values and one rotated key of
+`qk_rope_head_dim` values that all heads share. Three ways to attend, equal but for rounding, told
+apart by the cache handed in:
 
 - expanded: the latent rows are kept, and K and V of every head are made anew from all of them;
 - absorbed: the latent rows are kept, and W_UK and W_UV move to the query and output side, so that
@@ -127,9 +128,12 @@ class Attention(nn.Module):
         self.config = config
         H, C = config.num_attention_heads, config.kv_lora_rank
         N, R, V = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
-        self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS)
-        self.q_b_proj = nn.Linear(config.q_lora_rank, H * (N + R), bias=False)
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(config.hidden_size, H * (N + R), bias=False)
+        else:
+            self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, H * (N + R), bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, C + R, bias=False)
         self.kv_a_layernorm = RMSNorm(C, LATENT_NORM_EPS)
         self.kv_b_proj = nn.Linear(C, H * (N + V), bias=False)
@@ -168,9 +172,12 @@ class Attention(nn.Module):
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, taps: Taps | None
     ) -> tuple[Tensor, Tensor]:
         c = self.config
-        c_q = tap(taps, "c_q", self.q_a_proj(x_BSD))
-        c_q = tap(taps, "c_q_normed", self.q_a_layernorm(c_q))
-        q = self.q_b_proj(c_q).view(*x_BSD.shape[:2], -1, c.qk_head_dim).transpose(1, 2)
+        if c.q_lora_rank is None:
+            q = self.q_proj(x_BSD)
+        else:
+            c_q = tap(taps, "c_q", self.q_a_proj(x_BSD))
+            q = self.q_b_proj(tap(taps, "c_q_normed", self.q_a_layernorm(c_q)))
+        q = q.view(*x_BSD.shape[:2], -1, c.qk_head_dim).transpose(1, 2)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         tap(taps, "q_nope", q_nope)
         tap(taps, "q_pe", q_pe)

@@ -1,8 +1,8 @@
 """The reference's maths in the engines' layout: the modules that become the four graphs.
 
 What differs from `export.block`, and why (the measurements behind each rule: README, "Rules"):
-- linear layers read 2-D activations; weights that read the same activation are fused (q_a‖kv_a,
-  gate‖up);
+- linear layers read 2-D activations; weights that read the same activation are fused (q_a‖kv_a, or
+  q‖kv_a where queries are projected directly, and gate‖up);
 - FP8 weights are [in, out], 16- and 32-bit ones [out, in] as in the checkpoint, read by
   Gemm(transB=1);
 - the latent cache is a read-only input, the step's new rows an output; W_UK and W_UV act on the
@@ -15,82 +15,14 @@ What differs from `export.block`, and why (the measurements behind each rule: RE
 Parameters are only declared: under FakeTensorMode nothing is allocated, at any size.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
+from export.layers import Form, Gate, RMSNorm, SwiGLU, WideLinear, linear, parameter
 from graphs.config import LATENT_NORM_EPS, ModelConfig
-from graphs.ops.fp8_linear import fp8_linear
 from graphs.ops.latent_attention import latent_attention
 from graphs.ops.rope import rope
-from graphs.ops.topk_gate import topk_gate
-from graphs.spec import SLOTS, Precision
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a precision is carried out: the dtype of activations and of wide weights; FP8 or not."""
-
-    activation: torch.dtype
-    fp8: bool
-
-    @classmethod
-    def of(cls, precision: Precision) -> "Form":
-        return cls(torch.float32 if precision == "fp32" else torch.bfloat16, precision == "fp8")
-
-
-def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
-
-
-class FP8Linear(nn.Module):
-    def __init__(self, fan_in: int, fan_out: int) -> None:
-        super().__init__()
-        self.weight = parameter(fan_in, fan_out, dtype=torch.float8_e4m3fn)
-        self.scale = parameter(fan_out, dtype=torch.float32)
-
-    def forward(self, x_MK: Tensor) -> Tensor:
-        y: Tensor = fp8_linear(x_MK, self.weight, self.scale)
-        return y
-
-
-class WideLinear(nn.Module):
-    def __init__(self, fan_in: int, fan_out: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = parameter(fan_out, fan_in, dtype=dtype)
-
-    def forward(self, x_MK: Tensor) -> Tensor:
-        return nn.functional.linear(x_MK, self.weight)
-
-
-def linear(fan_in: int, fan_out: int, form: Form) -> nn.Module:
-    return FP8Linear(fan_in, fan_out) if form.fp8 else WideLinear(fan_in, fan_out, form.activation)
-
-
-class RMSNorm(nn.Module):
-    """In fp32, to fp32: the caller casts."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = parameter(width, dtype=torch.float32)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps)
-
-
-class SwiGLU(nn.Module):
-    def __init__(self, hidden_size: int, width: int, form: Form) -> None:
-        super().__init__()
-        self.width = width
-        self.gate_up = linear(hidden_size, 2 * width, form)
-        self.down = linear(width, hidden_size, form)
-
-    def forward(self, x_MD: Tensor) -> Tensor:
-        gate, up = self.gate_up(x_MD).split([self.width, self.width], dim=-1)
-        down: Tensor = self.down(nn.functional.silu(gate) * up)
-        return down
+from graphs.spec import SLOTS
 
 
 class AttentionBranch(nn.Module):
@@ -103,10 +35,13 @@ class AttentionBranch(nn.Module):
         H, N, R = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
         V = config.v_head_dim
         self.input_norm = RMSNorm(D, config.rms_norm_eps)
-        self.qkv_a = linear(D, Q + C + R, form)
-        self.q_norm = RMSNorm(Q, LATENT_NORM_EPS)
+        if Q is None:
+            self.qkv: nn.Module = linear(D, H * (N + R) + C + R, form)
+        else:
+            self.qkv_a = linear(D, Q + C + R, form)
+            self.q_norm = RMSNorm(Q, LATENT_NORM_EPS)
+            self.q_b = linear(Q, H * (N + R), form)
         self.kv_norm = RMSNorm(C, LATENT_NORM_EPS)
-        self.q_b = linear(Q, H * (N + R), form)
         self.w_uk = parameter(H, N, C, dtype=form.activation)
         self.w_uv = parameter(H, C, V, dtype=form.activation)
         self.o = linear(H * V, D, form)
@@ -124,10 +59,9 @@ class AttentionBranch(nn.Module):
         c, act = self.config, self.form.activation
         B, S = positions_BS.shape
         H, C, R = c.num_attention_heads, c.kv_lora_rank, c.qk_rope_head_dim
-        qkv = self.qkv_a(self.input_norm(x_MD).to(act))
-        c_q, c_kv, k_pe = qkv.split([c.q_lora_rank, C, R], dim=-1)
-        q = self.q_b(self.q_norm(c_q).to(act)).view(B, S, H, c.qk_head_dim).transpose(1, 2)
-        q_nope, q_pe = q.split([c.qk_nope_head_dim, R], dim=-1)
+        q, c_kv, k_pe = self._project(self.input_norm(x_MD).to(act))
+        q = q.view(B, S, H, c.qk_head_dim).transpose(1, 2)
+        q_nope, q_pe = torch.split(q, [c.qk_nope_head_dim, R], dim=-1)
         q_pe = rope(q_pe, cos, sin, positions_BS)
         k_pe = rope(k_pe.view(B, 1, S, R), cos, sin, positions_BS).view(B, S, R)
         new = torch.cat([self.kv_norm(c_kv).to(act).view(B, S, C), k_pe], dim=-1)
@@ -136,6 +70,17 @@ class AttentionBranch(nn.Module):
         )
         delta = self.o(mix_BHSV.transpose(1, 2).reshape(x_MD.shape[0], H * c.v_head_dim))
         return x_MD + delta.float(), new
+
+    def _project(self, x_MD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of all heads [M,H·(N+R)], the latent before its norm [M,C], its key [M,R]."""
+        c = self.config
+        C, R = c.kv_lora_rank, c.qk_rope_head_dim
+        if c.q_lora_rank is None:
+            width = c.num_attention_heads * c.qk_head_dim
+            q, c_kv, k_pe = self.qkv(x_MD).split([width, C, R], dim=-1)
+            return q, c_kv, k_pe
+        c_q, c_kv, k_pe = self.qkv_a(x_MD).split([c.q_lora_rank, C, R], dim=-1)
+        return self.q_b(self.q_norm(c_q).to(x_MD.dtype)), c_kv, k_pe
 
 
 class DenseBlock(nn.Module):
@@ -195,30 +140,6 @@ class MoEBlock(nn.Module):
         experts, weights = self.gate(normed)
         h = normed.to(self.form.activation)
         return x_mid + self.shared(h).float(), h, experts, weights, new
-
-
-class Gate(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.weight = parameter(config.n_routed_experts, config.hidden_size, dtype=torch.float32)
-        self.bias = parameter(config.n_routed_experts, dtype=torch.float32)
-
-    def forward(self, h_MD: Tensor) -> tuple[Tensor, Tensor]:
-        c = self.config
-        experts, weights = topk_gate(
-            h_MD,
-            self.weight,
-            self.bias,
-            k=c.num_experts_per_tok,
-            n_group=c.n_group,
-            topk_group=c.topk_group,
-            group_score="top2_sum",
-            scoring="sigmoid",
-            scaling=c.routed_scaling_factor,
-            normalise=int(c.norm_topk_prob),
-        )
-        return experts, weights
 
 
 class Experts(nn.Module):

@@ -1,4 +1,4 @@
-"""SwiGLU, and the mixture of experts with its bias-corrected gate: the readable reference."""
+"""SwiGLU, and the mixture of experts with its gate: the readable reference."""
 
 import torch
 from torch import Tensor, nn
@@ -27,29 +27,36 @@ class SwiGLU(nn.Module):
 
 
 class Gate(nn.Module):
-    """`mlp.gate`: noaux_tc routing (DeepSeek-V3 §2.1.2), in fp32 whatever the input's dtype.
+    """`mlp.gate`: routing by the config's `topk_method`, in fp32 whatever the input's dtype.
 
-    The correction bias takes part in choosing experts; their weights are the unbiased scores.
+    Scores are the sigmoid (DeepSeek-V3 §2.1.2) or the softmax (DeepSeek-V2) of the logits. A
+    correction bias takes part in choosing experts; their weights are the unbiased scores. With
+    several groups of experts only those of the `topk_group` best ones may be chosen: a group is as
+    good as its two best experts together, or, without a bias, as its best one.
     """
 
-    e_score_correction_bias: Tensor
+    e_score_correction_bias: Tensor | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.zeros(config.n_routed_experts, config.hidden_size))
-        self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts))
+        bias = torch.zeros(config.n_routed_experts) if config.has_gate_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
 
     def forward(self, h_MD: Tensor, taps: Taps | None = None) -> tuple[Tensor, Tensor]:
         """Experts [M,K] int64 in no particular order, and their weights [M,K] fp32."""
         c = self.config
         wide = torch.promote_types(h_MD.dtype, torch.float32)
         logits = tap(taps, "gate_logits", F.linear(h_MD.to(wide), self.weight.to(wide)))
-        scores = tap(taps, "gate_scores", logits.sigmoid())
-        choice = scores + self.e_score_correction_bias
+        scores = logits.sigmoid() if c.scoring_func == "sigmoid" else logits.softmax(-1)
+        choice = tap(taps, "gate_scores", scores)
+        if self.e_score_correction_bias is not None:
+            choice = choice + self.e_score_correction_bias
         if c.n_group > 1:
             grouped = choice.view(len(choice), c.n_group, -1)
-            group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+            best = 2 if c.group_score == "top2_sum" else 1
+            group_scores = grouped.topk(best, dim=-1).values.sum(-1)
             kept = group_scores.topk(c.topk_group, dim=-1).indices
             hidden = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, kept, False)
             choice = grouped.masked_fill(hidden[..., None], -torch.inf).flatten(-2)
@@ -57,7 +64,7 @@ class Gate(nn.Module):
         weights = scores.gather(-1, experts)
         if c.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        weights = weights * c.routed_scaling_factor
+        weights = weights * c.expert_scaling
         return tap(taps, "experts", experts), tap(taps, "expert_weights", weights)
 
 
@@ -82,5 +89,7 @@ class MoE(nn.Module):
             output = self.experts[index](h_MD[rows]) * weights_MK[rows, slots, None]
             routed = routed.index_add(0, rows, output.to(routed.dtype))
         tap(taps, "routed", routed)
-        shared = tap(taps, "shared", self.shared_experts(h_BSD))
+        own: Taps = {}
+        shared = tap(taps, "shared", self.shared_experts(h_BSD, own))
+        tap(taps, "shared_product", own["product"])
         return routed.to(h_BSD.dtype).view_as(h_BSD) + shared

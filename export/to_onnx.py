@@ -22,7 +22,8 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from export.exportable import DenseBlock, Experts, Form, Head, MoEBlock
+from export.exportable import DenseBlock, Experts, Head, MoEBlock
+from export.layers import Form
 from graphs.config import ModelConfig
 from graphs.ops import OPSET
 from graphs.passes.attach_functions import attach_functions

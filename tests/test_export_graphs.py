@@ -18,8 +18,8 @@ from helpers import tiny_config
 from onnx import TensorProto
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from export.exportable import Form
 from export.feedforward import SwiGLU
+from export.layers import Form
 from export.to_onnx import RECIPES, export_graphs
 from graphs.config import ModelConfig
 from graphs.session import open_session, run

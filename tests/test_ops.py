@@ -17,7 +17,7 @@ from torch import Tensor
 
 from export.attention import Attention, LatentRows, Taps, causal_mask
 from export.block_fp8 import channels_from_wide
-from export.pack import to_numpy
+from export.layer_weights import to_numpy
 from export.rope import rope_tables
 from graphs.config import ModelConfig
 from graphs.ops import DOMAIN, MASKED, OPSET, CustomOp
@@ -105,8 +105,15 @@ def test_no_op_shares_its_name_with_a_standard_one() -> None:
 
 
 def test_bodies_use_standard_operators_only() -> None:
-    for op, attributes in ((rope, {}), (fp8_linear, {}), (latent_attention, {"scale": 1.0})):
-        function = onnx.parser.parse_function(op.body(**attributes))
+    calls: list[tuple[CustomOp, int, dict[str, Any]]] = [
+        (rope, 4, {}),
+        (fp8_linear, 3, {}),
+        (latent_attention, 4, {"scale": 1.0}),
+        (topk_gate, 3, GATE | {"n_group": 4, "topk_group": 2}),
+        (topk_gate, 2, GATE),
+    ]
+    for op, inputs, attributes in calls:
+        function = onnx.parser.parse_function(op.body(inputs, **attributes))
         assert {node.domain for node in function.node} == {""}
         assert [(o.domain, o.version) for o in function.opset_import] == [("", OPSET)]
 
@@ -210,7 +217,7 @@ def test_latent_attention_equals_the_readable_absorbed_form() -> None:
 def fp8_inputs(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(rows)
     channels = channels_from_wide(torch.randn(72, 160) * torch.linspace(0.001, 10, 72)[:, None])
-    return torch.randn(rows, 160).bfloat16(), channels.weight.T.contiguous(), channels.scale
+    return torch.randn(rows, 160).bfloat16(), channels.weight_KN, channels.scale_N
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
@@ -265,12 +272,14 @@ def gate_inputs(experts: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(40, 160), torch.randn(experts, 160) / 160**0.5, torch.randn(experts) * 0.1
 
 
-def gate_in_loops(h: Tensor, weight: Tensor, bias: Tensor, **a: Any) -> tuple[Tensor, Tensor]:
+def gate_in_loops(
+    h: Tensor, weight: Tensor, bias: Tensor | None = None, **a: Any
+) -> tuple[Tensor, Tensor]:
     """The gate's rule token by token, in fp64: experts ascending, and their weights."""
     all_experts, all_weights = [], []
     for logits in h.double() @ weight.double().T:
         scores = logits.sigmoid() if a["scoring"] == "sigmoid" else logits.softmax(0)
-        choice = scores + bias.double()
+        choice = scores if bias is None else scores + bias.double()
         size = len(choice) // a["n_group"]
         count = 2 if a["group_score"] == "top2_sum" else 1
         of_group = [float(group.topk(count).values.sum()) for group in choice.split(size)]
@@ -304,17 +313,32 @@ def ascending(experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     ],
     ids=str,
 )
-def test_topk_gate_body_and_reference_follow_the_rule(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("inputs", [3, 2], ids=["bias", "no bias"])
+def test_topk_gate_body_and_reference_follow_the_rule(inputs: int, changes: dict[str, Any]) -> None:
     """Case 7: softmax scores are not sigmoid ones."""
-    inputs, attributes = gate_inputs(), GATE | changes
-    experts, weights = gate_in_loops(*inputs, **attributes)
+    tensors, attributes = gate_inputs()[:inputs], GATE | changes
+    experts, weights = gate_in_loops(*tensors, **attributes)
     for found in (
-        topk_gate.reference(*inputs, **attributes),
-        run_body(topk_gate, *inputs, **attributes),
+        topk_gate.reference(*tensors, **attributes),
+        run_body(topk_gate, *tensors, **attributes),
     ):
         found_experts, found_weights = ascending(*found)
         assert torch.equal(found_experts, experts)
         torch.testing.assert_close(found_weights, weights, rtol=2e-6, atol=0)
+
+
+def test_softmax_scores_of_logits_far_apart_are_finite() -> None:
+    """Logits of ±300: their exponentials alone would overflow fp32."""
+    logits = torch.tensor([300.0, 299.0, 298.0, -300.0])
+    inputs, attributes = (torch.ones(1, 1), logits[:, None]), GATE | {"scoring": "softmax"}
+    expected = (logits[:3].double().softmax(0) * 2.827).float()
+    for found in (
+        topk_gate.reference(*inputs, **attributes),
+        run_body(topk_gate, *inputs, **attributes),
+    ):
+        experts, weights = ascending(*found)
+        assert experts.tolist() == [[0, 1, 2]]
+        torch.testing.assert_close(weights[0], expected, rtol=2e-6, atol=0)
 
 
 def test_the_two_group_scores_differ() -> None:

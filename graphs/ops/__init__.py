@@ -25,7 +25,8 @@ class CustomOp:
     """One operator. Calling it computes its reference, or, under torch.export, leaves its node.
 
     `outputs` maps inputs and attributes to the shape and dtype of each output; `body` maps the
-    attributes to the ONNX text of the operator's function.
+    number of inputs, of which the last may be optional, and the attributes to the ONNX text of the
+    operator's function.
     """
 
     name: str

@@ -29,7 +29,7 @@ def outputs(x: "Tensor", weight: "Tensor", scale: "Tensor") -> list[Output]:
     return [((x.shape[0], weight.shape[1]), x.dtype)]
 
 
-def body() -> str:
+def body(inputs: int) -> str:
     return function_text(
         "FP8Linear",
         "x, weight, scale",

@@ -64,7 +64,7 @@ def outputs(
     return [((*q_nope.shape[:3], w_uv.shape[2]), q_nope.dtype)]
 
 
-def body(*, scale: float) -> str:
+def body(inputs: int, *, scale: float) -> str:
     return function_text(
         "LatentAttention",
         "q_nope, q_pe, context, new, w_uk, w_uv, mask",

@@ -25,7 +25,7 @@ def outputs(x: "Tensor", cos: "Tensor", sin: "Tensor", positions: "Tensor") -> l
     return [(tuple(x.shape), x.dtype)]
 
 
-def body() -> str:
+def body(inputs: int) -> str:
     return function_text(
         "RoPE",
         "x, cos, sin, positions",

@@ -1,23 +1,22 @@
-"""TopKGate(h_MD, weight_ED fp32, bias_E fp32) → experts_MK int64, weights_MK fp32.
+"""TopKGate(h_MD, weight_ED fp32, bias_E? fp32) → experts_MK int64, weights_MK fp32.
 
-fp32 throughout. Scores are sigmoid or softmax of the logits; the bias takes part in choosing, the
-unbiased score weighs (DeepSeek-V3 §2.1.2). With several groups only the experts of the `topk_group`
-best ones may be chosen: a group's score is the sum of its two best, or its best. Experts of other
-groups get a large negative stand-in for −inf, never 0: with biased scores below 0, a 0 would win.
+fp32 throughout. Scores are sigmoid or softmax of the logits; a bias, where there is one, takes part
+in choosing, and the unbiased score weighs (DeepSeek-V3 §2.1.2). With several groups only the
+experts of the `topk_group` best ones may be chosen: a group's score is the sum of its two best, or
+its best. Experts of other groups get a large negative stand-in for −inf, never 0: with biased
+scores below 0, a 0 would win.
 
 The body writes sigmoid out as 1/(1 + exp(−x)): ONNX Runtime's own is a polynomial that is off by
 0.6 % at −12, by half at −16, and 0 from −18 down, and a chosen expert's weight is such a score.
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from graphs.gates import BEST_OF_GROUP, GroupScore, Scoring
 from graphs.ops import MASKED, CustomOp, Output, function_text
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-GroupScore = Literal["top2_sum", "max"]
-Scoring = Literal["sigmoid", "softmax"]
 
 _SCORES: dict[Scoring, str] = {
     "sigmoid": """
@@ -29,13 +28,12 @@ _SCORES: dict[Scoring, str] = {
     """,
     "softmax": "scores = Softmax<axis = -1>(logits)",
 }
-_BEST_OF_GROUP: dict[GroupScore, int] = {"top2_sum": 2, "max": 1}
 
 
 def reference(
     h_MD: "Tensor",
     weight_ED: "Tensor",
-    bias_E: "Tensor",
+    bias_E: "Tensor | None" = None,
     *,
     k: int,
     n_group: int,
@@ -49,10 +47,10 @@ def reference(
 
     logits = h_MD.to(torch.float32) @ weight_ED.T
     scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(dim=-1)
-    choice = scores + bias_E
+    choice = scores if bias_E is None else scores + bias_E
     if n_group > 1:
         grouped = choice.view(len(choice), n_group, -1)
-        best = grouped.topk(_BEST_OF_GROUP[group_score], dim=-1).values.sum(-1)
+        best = grouped.topk(BEST_OF_GROUP[group_score], dim=-1).values.sum(-1)
         kept = best.topk(topk_group, dim=-1).indices
         keep = torch.zeros_like(best, dtype=torch.bool).scatter(-1, kept, True)
         choice = torch.where(keep[..., None], grouped, MASKED).flatten(-2)
@@ -64,7 +62,7 @@ def reference(
 
 
 def outputs(
-    h: "Tensor", weight: "Tensor", bias: "Tensor", *, k: int, **attributes: object
+    h: "Tensor", weight: "Tensor", bias: "Tensor | None" = None, *, k: int, **attributes: object
 ) -> list[Output]:
     import torch
 
@@ -72,6 +70,7 @@ def outputs(
 
 
 def body(
+    inputs: int,
     *,
     k: int,
     n_group: int,
@@ -88,13 +87,13 @@ def body(
         wide = Cast<to = 1>(h)
         logits = Gemm<transB = 1>(wide, weight)
         {_SCORES[scoring]}
-        biased = Add(scores, bias)
+        biased = {"Add(scores, bias)" if inputs == 3 else "Identity(scores)"}
     """
     if n_group > 1:
         lines += f"""
         to_groups = Constant<value_ints = [0, {n_group}, -1]>()
         to_experts = Constant<value_ints = [0, -1]>()
-        best_of = Constant<value_ints = [{_BEST_OF_GROUP[group_score]}]>()
+        best_of = Constant<value_ints = [{BEST_OF_GROUP[group_score]}]>()
         kept_of = Constant<value_ints = [{topk_group}]>()
         barred = Constant<value_float = {MASKED}>()
         depth = Constant<value_int = {n_group}>()
@@ -128,7 +127,7 @@ def body(
         lines += "weights = Mul(unbiased, scaling)\n"
     return function_text(
         "TopKGate",
-        "h, weight, bias",
+        "h, weight, bias" if inputs == 3 else "h, weight",
         "experts, weights",
         lines,
         attributes="k, n_group, topk_group, group_score, scoring, scaling, normalise",

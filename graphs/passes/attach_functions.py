@@ -17,26 +17,34 @@ OPS: dict[str, CustomOp] = {op.name: op for op in (rope, latent_attention, fp8_l
 def attach_functions(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy with one function per custom op used.
 
-    A body is made from its node's attributes, so all nodes of an op must carry the same ones.
-    Raises ValueError where they do not, or where a node of our domain is no known op.
+    A body is made from its node's attributes and number of inputs, so all nodes of an op must have
+    the same ones. Raises ValueError where they do not, where an input is left out that must be
+    there, or where a node of our domain is no known op.
     """
     result = onnx.ModelProto()
     result.CopyFrom(model)
-    seen: dict[str, dict[str, Any]] = {}
+    seen: dict[str, tuple[int, dict[str, Any]]] = {}
     for node in result.graph.node:
         if node.domain != DOMAIN:
             continue
         if node.op_type not in OPS:
             raise ValueError(f"{node.name}: no custom op {DOMAIN}::{node.op_type}")
-        attributes = {a.name: _value(a) for a in node.attribute}
-        if seen.setdefault(node.op_type, attributes) != attributes:
+        inputs, attributes = len(node.input), {a.name: _value(a) for a in node.attribute}
+        first = seen.setdefault(node.op_type, (inputs, attributes))
+        if first != (inputs, attributes):
             raise ValueError(
-                f"{node.name}: {node.op_type} with attributes {attributes}, while another node of "
-                f"the graph has {seen[node.op_type]}; one function cannot serve both"
+                f"{node.name}: {node.op_type} with {inputs} inputs and attributes {attributes}, "
+                f"while another node of the graph has {first[0]} and {first[1]}; one function "
+                "cannot serve both"
             )
     del result.functions[:]
-    for name in sorted(seen):
-        result.functions.append(parser.parse_function(OPS[name].body(**seen[name])))
+    for name, (inputs, attributes) in sorted(seen.items()):
+        function = parser.parse_function(OPS[name].body(inputs, **attributes))
+        if len(function.input) != inputs:
+            raise ValueError(
+                f"{name}: inputs {', '.join(function.input)} expected, found {inputs} of them"
+            )
+        result.functions.append(function)
     return result
 
 
