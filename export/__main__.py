@@ -6,11 +6,14 @@ from typing import Annotated
 
 import typer
 
-from export.checkpoint import Checkpoint, CheckpointError
+from export.checkpoint import Checkpoint
 from export.golden import write_goldens
+from export.layer_golden import write_layer_goldens
 from export.pack import pack
+from export.shards import CheckpointError
+from export.synthetic import reduced, write_synthetic
 from export.to_onnx import export_graphs
-from graphs.cli import make_app, progress_bar, run
+from graphs.cli import byte_progress, make_app, run
 from graphs.config import load_raw_config
 from graphs.spec import Precision
 
@@ -41,25 +44,60 @@ def graphs(
 
 
 @app.command()
-def weights(checkpoint: CheckpointDir, out: BuildDir) -> None:
-    """Pack a checkpoint into the layout the engines read."""
+def weights(
+    checkpoint: CheckpointDir,
+    out: BuildDir,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads, each with one matrix in memory; default: cores + 2."),
+    ] = None,
+) -> None:
+    """Pack a checkpoint into the layout the engines read; goes on where it was interrupted."""
     opened = Checkpoint.open(checkpoint)
+    for rule, count in opened.ignored.items():
+        print(f"not used: {count} tensors, {rule}", file=sys.stderr)
     for name in opened.unknown:
-        print(f"not used: {name}", file=sys.stderr)
-    with progress_bar() as progress:
-        task = progress.add_task("packing", total=None)
-
-        def show(file: str, done: int, total: int) -> None:
-            progress.update(task, description=file, completed=done, total=total)
-
-        for path in pack(opened, out, show):
-            print(path)
+        print(f"not used: {name}, unknown to this architecture", file=sys.stderr)
+    with byte_progress("packing") as (show, say):
+        files = pack(opened, out, workers, show, lambda plan: say(plan.summary()))
+    for path in files:
+        print(path)
 
 
 @app.command()
-def golden(checkpoint: CheckpointDir, out: BuildDir) -> None:
+def golden(
+    checkpoint: CheckpointDir,
+    out: BuildDir,
+    blocks_only: Annotated[
+        bool,
+        typer.Option(
+            "--blocks-only",
+            help="Each layer alone on random inputs, for models larger than memory; not the chain.",
+        ),
+    ] = False,
+) -> None:
     """Write what the torch reference computes for fixed inputs."""
-    for path in write_goldens(Checkpoint.open(checkpoint), out):
+    write = write_layer_goldens if blocks_only else write_goldens
+    for path in write(Checkpoint.open(checkpoint), out):
+        print(path)
+
+
+@app.command()
+def synthetic(
+    preset: Annotated[str, typer.Option(help="Name of a config that comes along.")],
+    out: Annotated[Path, typer.Option(help="Folder of the checkpoint to be written.")],
+    layers: Annotated[
+        int | None, typer.Option(help="Of the model; by default the preset's.")
+    ] = None,
+    dense: Annotated[int | None, typer.Option(help="Dense layers; the others are MoE.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Tokens of embedding and head.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same bytes.")] = 0,
+) -> None:
+    """Write a checkpoint of random weights in a preset's own format, to try things without one."""
+    raw = reduced(load_raw_config(preset), layers, dense, vocab)
+    with byte_progress("writing") as (show, _):
+        files = write_synthetic(raw, out, seed, show)
+    for path in files:
         print(path)
 
 

@@ -1,204 +1,98 @@
 """Checkpoint → packed weights: one file per layer, in the very layout that the engines read.
 
-What changes on the way, and nothing else:
-- weights that read the same activation are fused along their outputs: q_a‖kv_a, gate‖up;
-- the interleaved rope rows of q_b_proj and kv_a_proj_with_mqa are put in half layout;
-- kv_b_proj is split into W_UK [H,N,C] and W_UV [H,C,V], in 16 bits (32 in the fp32 build);
-- fp8: linear layers become e4m3 [in, out] with one fp32 scale per output channel, block FP8 in
-  bytes;
-- fp32, bf16: linear layers stay [out, in], block FP8 is decoded;
-- norms, the gate and its bias are fp32; embedding and lm_head are in the activation's precision.
+A checkpoint may be a terabyte, so nothing grows with it. A file is made module by module (a fused
+matrix with its scales; the embedding in pieces), each by a worker that reads its sources, turns
+them, and writes them to their place in the file; a worker holds one module at a time. Workers are
+threads: reading, converting, hashing and writing all release the interpreter.
 
-Which tensors a layer's file holds, and their shapes, is read from the build's spec.
+Files are made in a folder beside the build's own and moved in when all are whole, so a build never
+mixes two checkpoints, and a checkpoint that turns out bad midway leaves the build as it was. What
+was finished before a kill is not made again: a stamp beside each file has the hash of what it was
+made from (the shards' names, sizes and times, the tensors' places, the layout, this format).
 """
 
-import functools
+import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor
+from rich.filesize import decimal
 
-from export.block_fp8 import BlockFP8, ChannelFP8, channels_from_wide, to_channels
-from export.checkpoint import Checkpoint, layer_tensors
-from export.exportable import Form
-from export.rope import rope_tables
-from graphs.spec import (
-    EMBED_FILE,
-    HEAD_FILE,
-    ROPE_FILE,
-    BuildError,
-    BuildSpec,
-    TensorSpec,
-    config_hash,
-    layer_file,
-)
-from graphs.tensorfile import DTYPES, Array, write_arrays, write_tensors
+from export.checkpoint import Checkpoint
+from export.packed_file import PackedFile, Task, packed_files
+from export.staging import STAGING, copy_tokenizer, locked, move_in
+from graphs.quantization import Int4Groups
+from graphs.spec import BuildError, BuildSpec, config_hash
+from graphs.tensorfile import TensorWriter
 
-# What a checkpoint may bring along; without any of these the runtime's tokenizer is bytes.
-TOKENIZER_FILES = (
-    "tiktoken.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
-
-Progress = Callable[[str, int, int], None]  # file's name, files done, files in all
+Progress = Callable[[str, int, int], None]  # file's name, bytes written, bytes in all
 
 
 @dataclass(frozen=True)
-class Source:
-    """A linear layer of the checkpoint, its rows in the order the engine wants them."""
-
-    name: str
-    rows: Tensor | None = None
-
-
-def half_layout(width: int) -> Tensor:
-    """Where each row of a rope part in half layout lies in the checkpoint's interleaved one."""
-    return torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2)])
-
-
-def channel_fp8(weight: Tensor | BlockFP8) -> ChannelFP8:
-    """A checkpoint weight as the fp8 build has it, rows in the checkpoint's order."""
-    return to_channels(weight) if isinstance(weight, BlockFP8) else channels_from_wide(weight)
-
-
-def to_numpy(tensor: Tensor) -> Array:
-    """A contiguous numpy view, in ml_dtypes' types where numpy has none."""
-    tensor = tensor.contiguous()
-    for torch_dtype, carrier, name in (
-        (torch.bfloat16, torch.uint16, "bfloat16"),
-        (torch.float8_e4m3fn, torch.uint8, "float8e4m3fn"),
-    ):
-        if tensor.dtype == torch_dtype:
-            return tensor.view(carrier).numpy().view(DTYPES[name][1])
-    array: Array = tensor.numpy()
-    return array
-
-
-class LayerPacker:
-    """Makes the packed tensors of one layer by name."""
-
-    def __init__(self, checkpoint: Checkpoint, form: Form, layer: int) -> None:
-        self.checkpoint, self.form, self.config = checkpoint, form, checkpoint.config
-        self.prefix = f"model.layers.{layer}."
-        self.shapes = layer_tensors(checkpoint.config, layer)
-        # a layer's weight and scale follow each other: repack once, keep what one fusion needs
-        self._channels = functools.lru_cache(maxsize=2)(self._repacked)
-
-    def tensor(self, name: str) -> Tensor:
-        """The packed tensor of this name. Raises CheckpointError."""
-        module, part = name.rsplit(".", 1)
-        if part in ("w_uk", "w_uv"):
-            return self._up_projection(part)
-        if module == "gate":
-            source = "weight" if part == "weight" else "e_score_correction_bias"
-            return self._wide(f"mlp.gate.{source}")
-        if module in self._NORMS:
-            return self._wide(f"{self._NORMS[module]}.weight")
-        return self._linear(self._sources(module), part)
-
-    _NORMS = {  # noqa: RUF012 - a constant table
-        "attention.input_norm": "input_layernorm",
-        "attention.q_norm": "self_attn.q_a_layernorm",
-        "attention.kv_norm": "self_attn.kv_a_layernorm",
-        "post_norm": "post_attention_layernorm",
-    }
-
-    def _sources(self, module: str) -> list[Source]:
-        c = self.config
-        C, N, R = c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim
-        match module.split("."):
-            case ["attention", "qkv_a"]:
-                rows = torch.cat([torch.arange(C), C + half_layout(R)])
-                return [
-                    Source("self_attn.q_a_proj"),
-                    Source("self_attn.kv_a_proj_with_mqa", rows),
-                ]
-            case ["attention", "q_b"]:
-                head = torch.cat([torch.arange(N), N + half_layout(R)])
-                starts = torch.arange(c.num_attention_heads)[:, None] * (N + R)
-                return [Source("self_attn.q_b_proj", (starts + head).flatten())]
-            case ["attention", "o"]:
-                return [Source("self_attn.o_proj")]
-            case [*path, ("gate_up" | "down") as part]:
-                owner = {"mlp": "mlp", "shared": "mlp.shared_experts"}.get(path[0], "mlp.experts")
-                prefix = ".".join([owner, *path[1:]])
-                names = ("gate_proj", "up_proj") if part == "gate_up" else ("down_proj",)
-                return [Source(f"{prefix}.{n}") for n in names]
-        raise AssertionError(f"no rule packs {module}")
-
-    def _linear(self, sources: list[Source], part: str) -> Tensor:
-        pieces = [self._piece(source, part) for source in sources]
-        whole = torch.cat(pieces)
-        return whole.T if self.form.fp8 and part == "weight" else whole
-
-    def _piece(self, source: Source, part: str) -> Tensor:
-        if self.form.fp8:
-            channels = self._channels(source.name)
-            tensor = channels.weight.view(torch.uint8) if part == "weight" else channels.scale
-            tensor = tensor if source.rows is None else tensor[source.rows]
-            return tensor.view(torch.float8_e4m3fn) if part == "weight" else tensor
-        tensor = self._wide(f"{source.name}.weight").to(self.form.activation)
-        return tensor if source.rows is None else tensor[source.rows]
-
-    def _repacked(self, source: str) -> ChannelFP8:
-        name = f"{self.prefix}{source}.weight"
-        return channel_fp8(self.checkpoint.weight(name, self.shapes[name]))
-
-    def _up_projection(self, part: str) -> Tensor:
-        c = self.config
-        kv_b = self._wide("self_attn.kv_b_proj.weight").to(self.form.activation)
-        per_head = kv_b.view(c.num_attention_heads, -1, c.kv_lora_rank)
-        if part == "w_uk":
-            return per_head[:, : c.qk_nope_head_dim]
-        return per_head[:, c.qk_nope_head_dim :].transpose(1, 2)
-
-    def _wide(self, name: str) -> Tensor:
-        return self.checkpoint.wide(self.prefix + name, self.shapes[self.prefix + name])
-
-
-def pack(checkpoint: Checkpoint, build: Path, progress: Progress) -> list[Path]:
-    """Write weights, rope tables, tokenizer and generation config; returns the files.
-
-    They are made in a folder beside the build and moved in when all are whole. Raises BuildError
-    where the build was exported from another config, CheckpointError where the checkpoint cannot be
-    used; the build is as it was then.
+class Plan:
+    """All files of a build, and those still to be made. Raises BuildError, when made with `of`,
+    where the build was exported from another config or the disk is too small.
     """
-    spec = matching_spec(checkpoint, build)
-    with tempfile.TemporaryDirectory(dir=build, prefix=".packing_") as folder:
-        files = _pack_into(Path(folder), checkpoint, spec, progress)
-        (build / "weights").mkdir(exist_ok=True)
-        (build / "tokenizer").mkdir(exist_ok=True)
-        for file in files:
-            (Path(folder) / file).replace(build / file)
-    return [build / file for file in files]
+
+    spec: BuildSpec
+    files: tuple[PackedFile, ...]
+    todo: tuple[PackedFile, ...]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, build: Path) -> "Plan":
+        spec = matching_spec(checkpoint, build)
+        files = tuple(packed_files(checkpoint, spec))
+        folders = (build / STAGING, build)
+        todo = tuple(f for f in files if not any(f.finished(folder, spec) for folder in folders))
+        needed, free = sum(file.bytes for file in todo), shutil.disk_usage(build).free
+        if needed > free:
+            raise BuildError(
+                f"{build}: {decimal(needed)} of disk needed for {len(todo)} files, found "
+                f"{decimal(free)} free; free some, or choose another --out"
+            )
+        return cls(spec, files, todo)
+
+    def summary(self) -> str:
+        """Sizes before and after, and what is finished already."""
+        before = sum(s.bytes for s in {s for file in self.files for s in file.sources})
+        after = sum(file.bytes for file in self.files)
+        text = f"{decimal(before)} of checkpoint, {decimal(after)} packed for {self.spec.precision}"
+        if isinstance(self.spec.config.quantization, Int4Groups) and self.spec.precision == "fp8":
+            text += (
+                "; INT4 experts take twice the bytes as FP8, since engines that read their weights "
+                "as inputs would expand INT4 to 16 bits at every run"
+            )
+        if done := len(self.files) - len(self.todo):
+            text += f"; {done} of {len(self.files)} files are finished already"
+        return text
 
 
-def _pack_into(
-    folder: Path, checkpoint: Checkpoint, spec: BuildSpec, progress: Progress
-) -> list[str]:
-    """Write every file below `folder`; returns their paths in it."""
-    form = Form.of(spec.precision)
-    (folder / "weights").mkdir()
-    files = [EMBED_FILE, *(layer_file(i) for i in range(spec.config.num_hidden_layers)), HEAD_FILE]
-    for done, file in enumerate(files):
-        progress(file, done, len(files))
-        if file == EMBED_FILE:
-            _write_embedding(checkpoint, form, spec, folder)
-        elif file == HEAD_FILE:
-            _write_head(checkpoint, spec, folder)
-        else:
-            _write_layer(checkpoint, form, spec, folder, done - 1)
-    cos, sin = (to_numpy(t) for t in rope_tables(spec.config))
-    write_arrays(folder / ROPE_FILE, {"cos": cos, "sin": sin}, spec.file_metadata("rope"))
-    progress("done", len(files), len(files))
-    return [*files, ROPE_FILE, *_copy_tokenizer(checkpoint.folder, folder)]
+def pack(
+    checkpoint: Checkpoint,
+    build: Path,
+    workers: int | None = None,
+    progress: Progress = lambda file, done, total: None,
+    started: Callable[[Plan], None] = lambda plan: None,
+) -> list[Path]:
+    """Write weights, rope tables, tokenizer and generation config; returns the build's files.
+
+    `workers`: threads, by default two more than cores, since some wait for the disk. Raises
+    BuildError (see Plan, and where another process packs into this build), CheckpointError where
+    the checkpoint cannot be used; the build is as it was then, but for finished files in its
+    `.packing` folder.
+    """
+    with locked(build):
+        plan = Plan.of(checkpoint, build)
+        started(plan)
+        staging = build / STAGING
+        (staging / "weights").mkdir(parents=True, exist_ok=True)
+        _make_files(plan, staging, workers or (os.cpu_count() or 1) + 2, progress)
+        copied = copy_tokenizer(checkpoint.folder, staging)
+        move_in(staging, build, plan.files)
+    return [build / file for file in (*(f.path for f in plan.files), *copied)]
 
 
 def matching_spec(checkpoint: Checkpoint, build: Path) -> BuildSpec:
@@ -213,44 +107,34 @@ def matching_spec(checkpoint: Checkpoint, build: Path) -> BuildSpec:
     return spec
 
 
-def _write_layer(
-    checkpoint: Checkpoint, form: Form, spec: BuildSpec, folder: Path, layer: int
-) -> None:
-    packer = LayerPacker(checkpoint, form, layer)
-    specs = spec.layer_tensors(layer)
-    shapes = {name: _numpy_shape(t) for name, t in specs.items()}
-    tensors = ((name, to_numpy(packer.tensor(name))) for name in specs)
-    write_tensors(folder / layer_file(layer), shapes, tensors, spec.file_metadata(f"layer {layer}"))
+def _make_files(plan: Plan, folder: Path, workers: int, progress: Progress) -> None:
+    done, total = 0, sum(file.bytes for file in plan.todo)
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(workers, "pack", torch.set_num_threads, (1,)) as pool:
+            for file in plan.todo:
+                metadata = plan.spec.file_metadata(file.content)
+                stamp = file.source_hash(plan.spec)  # before anything is read
+                with TensorWriter(folder / file.path, file.shapes, metadata) as writer:
+                    for size in _run(pool, file.tasks, writer):
+                        done += size
+                        progress(file.path, done, total)
+                file.stamp(folder).write_text(stamp, encoding="utf-8")
+    finally:
+        torch.set_num_threads(threads)
 
 
-def _write_embedding(checkpoint: Checkpoint, form: Form, spec: BuildSpec, folder: Path) -> None:
-    shape = (spec.config.vocab_size, spec.config.hidden_size)
-    array = to_numpy(checkpoint.wide("model.embed_tokens.weight", shape).to(form.activation))
-    write_arrays(folder / EMBED_FILE, {"embed.weight": array}, spec.file_metadata("embed"))
+def _run(pool: ThreadPoolExecutor, tasks: Iterable[Task], writer: TensorWriter) -> Iterator[int]:
+    """The bytes of each task as it is done; the first failure keeps the others from starting."""
 
+    def work(task: Task) -> int:
+        return sum(writer.write(name, pieces) for name, pieces in task().items())
 
-def _write_head(checkpoint: Checkpoint, spec: BuildSpec, folder: Path) -> None:
-    sources = {"norm.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
-    specs = {t.name: t for t in spec.graphs["head"].weights}
-    shapes = {name: _numpy_shape(t) for name, t in specs.items()}
-
-    def tensors() -> Iterator[tuple[str, Array]]:
-        for name, (dtype, shape) in shapes.items():
-            wide = checkpoint.wide(sources[name], shape)
-            yield name, to_numpy(wide if dtype == np.float32 else wide.to(torch.bfloat16))
-
-    write_tensors(folder / HEAD_FILE, shapes, tensors(), spec.file_metadata("head"))
-
-
-def _numpy_shape(spec: TensorSpec) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
-    return DTYPES[spec.dtype][1], tuple(int(d) for d in spec.dims)
-
-
-def _copy_tokenizer(source: Path, folder: Path) -> list[str]:
-    (folder / "tokenizer").mkdir()
-    wanted = {name: f"tokenizer/{name}" for name in TOKENIZER_FILES}
-    wanted["generation_config.json"] = "generation_config.json"
-    present = {name: file for name, file in wanted.items() if (source / name).is_file()}
-    for name, file in present.items():
-        shutil.copyfile(source / name, folder / file)
-    return list(present.values())
+    futures: list[Future[int]] = [pool.submit(work, task) for task in tasks]
+    try:
+        for future in as_completed(futures):
+            yield future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)

@@ -1,6 +1,7 @@
-"""`python -m graphs describe|parity|compile`."""
+"""`python -m graphs describe|parity|verify|compile|table`."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,13 +11,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from graphs.accounting import Account, Figures
-from graphs.cli import make_app, run
+from graphs.cli import make_app, progress_bar, run
 from graphs.compile import Step, compile_build
 from graphs.config import load_config
+from graphs.engine_table import engine_table
 from graphs.manifest import MODES, EngineRecord, Manifest, Profile
 from graphs.parity import graph_parity, print_parity
-from graphs.spec import GRAPHS, GraphName
+from graphs.spec import GRAPHS, BuildSpec, GraphName
 from graphs.targets import TARGETS, CompileError
+from graphs.tensorfile import TensorFile
 from graphs.tensorrt import Compiler, TensorRTError
 
 WIDTH = 120  # of tables where there is no terminal to fill
@@ -61,6 +64,18 @@ def parity(
     """Replay each graph's goldens in plain ONNX Runtime; exit status 1 past tolerance."""
     if not print_parity(f"{build}: each graph alone", graph_parity(build, threads)):
         raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    build: Annotated[Path, typer.Argument(help="A build folder: build/MODEL/PRECISION.")],
+) -> None:
+    """Recompute the checksums of all packed tensors; the first that differs is named."""
+    files = sorted(build / name for name in BuildSpec.load(build).weight_files)
+    with progress_bar() as progress:
+        for path in progress.track(files, description="verifying"):
+            TensorFile.open(path).verify()
+    print(f"{build}: {len(files)} files are as they were written")
 
 
 @app.command("compile")
@@ -108,6 +123,16 @@ def compile_command(
     console.print(f"{build / manifest.folder}", soft_wrap=True)
     if missing := [name for name in GRAPHS if name not in manifest.engines]:
         console.print(f"not built, or no longer of their ONNX file: {', '.join(missing)}")
+
+
+@app.command()
+def table(
+    manifests: Annotated[
+        list[Path], typer.Argument(help="build/MODEL/PRECISION/FOLDER/manifest.json, any number.")
+    ],
+) -> None:
+    """Compiled engines as a Markdown table: sizes and activation memory of each."""
+    print(engine_table(manifests))
 
 
 class _Display:
@@ -168,13 +193,19 @@ def _engine_table(manifest: Manifest) -> Table:
 def _parameter_table(account: Account) -> Table:
     table = Table(title=f"{account.config.num_hidden_layers} layers")
     table.add_column("")
-    for column in ("parameters", "bf16 checkpoint, B", "FP8 checkpoint, B", "fp8 packed, B"):
+    columns: dict[str, Callable[[Figures], int | None]] = {
+        "parameters": lambda f: f.parameters,
+        "bf16 checkpoint, B": lambda f: f.bf16_checkpoint_bytes,
+        "FP8 checkpoint, B": lambda f: f.fp8_checkpoint_bytes,
+        "INT4 checkpoint, B": lambda f: f.int4_checkpoint_bytes,
+        "fp8 packed, B": lambda f: f.packed_bytes["fp8"],
+    }
+    columns = {name: of for name, of in columns.items() if of(account.model) is not None}
+    for column in columns:
         table.add_column(column, justify="right")
 
     def row(name: str, figures: Figures, style: str | None = None, section: bool = False) -> None:
-        fp8 = figures.fp8_checkpoint_bytes
-        sizes = (figures.bf16_checkpoint_bytes, fp8, figures.packed_bytes["fp8"])
-        cells = ("–" if size is None else f"{size:,}" for size in (figures.parameters, *sizes))
+        cells = (f"{of(figures):,}" for of in columns.values())
         table.add_row(name, *cells, style=style, end_section=section)
 
     for kind, components in account.blocks.items():

@@ -110,6 +110,12 @@ class BuildSpec:
                 tensors |= {expert_weight(t.name, expert): t for t in slot}
         return tensors
 
+    @property
+    def weight_files(self) -> list[str]:
+        """Every file of packed weights, from the build folder."""
+        layers = [layer_file(layer) for layer in range(self.config.num_hidden_layers)]
+        return [EMBED_FILE, *layers, HEAD_FILE, ROPE_FILE]
+
     def file_metadata(self, content: str) -> dict[str, str]:
         """What every weight file says of itself, and is checked against when it is read."""
         return {

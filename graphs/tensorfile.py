@@ -1,16 +1,20 @@
 """Safetensors files as this project writes and maps them.
 
-Written as a stream, one tensor at a time, each on a 256-byte boundary (what TensorRT asks of an
-address), under a temporary name. Read through a memory map: a tensor is a numpy view of the file's
-bytes, in ml_dtypes' types where numpy has none, so nothing is copied until it is used.
+Each tensor lies on a 256-byte boundary (what TensorRT asks of an address) and has its SHA-256 in
+the header, so a file that was copied somewhere can be verified on its own. A file is written under
+a temporary name, tensor by tensor and in any order, and gets its name when it is whole. Read
+through a memory map, a tensor is a numpy view of the file's bytes, in ml_dtypes' types where numpy
+has none, so nothing is copied until it is used.
 """
 
+import hashlib
 import json
 import mmap
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import ml_dtypes
@@ -35,55 +39,111 @@ _NUMPY = {stored: dtype for stored, dtype in DTYPES.values()}
 _STORED = {dtype: stored for stored, dtype in DTYPES.values()}
 
 
-def write_tensors(
-    path: Path,
-    shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]],
-    tensors: Iterator[tuple[str, Array]],
-    metadata: Mapping[str, str],
-) -> None:
-    """Write `tensors` (in the order of `shapes`, which says what will come) to a new file.
+Shapes = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
-    The format allows no gaps, so what aligns a tensor is a filler of bytes named `_fill_N`.
+CHECKSUMS = "sha256"  # key of the metadata: a JSON object, tensor's name → hexadecimal digest
+
+
+class TensorWriter:
+    """A new file of tensors, for use in a `with`: it is there when the block ends, and only then.
+
+    `write` may be called once a tensor, in any order and by several threads at a time. The format
+    allows no gaps, so what aligns a tensor is a filler of bytes named `_fill_N`.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset = fillers = 0
-    for name, (dtype, shape) in shapes.items():
-        if rest := -offset % ALIGNMENT:
-            header[f"_fill_{fillers}"] = {
-                "dtype": "U8",
-                "shape": [rest],
-                "data_offsets": [offset, offset + rest],
-            }
-            offset, fillers = offset + rest, fillers + 1
-        end = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        header[name] = {
-            "dtype": _STORED[dtype],
-            "shape": list(shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+
+    def __init__(self, path: Path, shapes: Shapes, metadata: Mapping[str, str]) -> None:
+        self.path, self.shapes = path, shapes
+        self._metadata = dict(metadata)
+        self._checksums = dict.fromkeys(shapes, "0" * 64)  # so that the header has its final size
+        self._missing = set(shapes)
+        self._spans = _spans(shapes)
+        self._start = len(self._header())
+        self.size = self._start + max((end for _, end in self._spans.values()), default=0)
+        self._temporary = path.with_name(path.name + ".tmp")
+        self._file = -1
+
+    def __enter__(self) -> "TensorWriter":
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        self._file = os.open(self._temporary, flags, 0o644)
+        os.truncate(self._file, self.size)
+        return self
+
+    def write(self, name: str, pieces: Iterable[Array]) -> int:
+        """One tensor, in pieces of whole rows from the first to the last; returns its bytes."""
+        dtype, shape = self.shapes[name]
+        begin, end = self._spans[name]
+        digest = hashlib.sha256()
+        place = begin
+        for piece in pieces:
+            assert piece.dtype == dtype and piece.shape[1:] == shape[1:], (name, piece.dtype, shape)
+            content = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
+            digest.update(content)
+            place += _write_all(self._file, content, self._start + place)
+        assert place == end, (name, place - begin, end - begin)
+        self._checksums[name] = digest.hexdigest()
+        self._missing.remove(name)
+        return end - begin
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         try:
-            file.write(len(text).to_bytes(8, "little") + text)
-            start = file.tell()
-            for (name, (dtype, shape)), (given, array) in zip(shapes.items(), tensors, strict=True):
-                assert (name, dtype, shape) == (given, array.dtype, array.shape), (name, given)
-                file.write(bytes(-(file.tell() - start) % ALIGNMENT))
-                file.write(np.ascontiguousarray(array).view(np.uint8).data)
-            assert file.tell() - start == offset
-        except BaseException:
-            Path(file.name).unlink()
-            raise
-    Path(file.name).chmod(0o644)
-    Path(file.name).replace(path)
+            if error is None:
+                assert not self._missing, sorted(self._missing)[:3]
+                _write_all(self._file, memoryview(self._header()), 0)
+                os.fsync(self._file)  # a name must never outlive a crash that its bytes did not
+                self._temporary.replace(self.path)
+        finally:
+            os.close(self._file)
+            self._temporary.unlink(missing_ok=True)
+
+    def _header(self) -> bytes:
+        checksums = {CHECKSUMS: json.dumps(self._checksums, separators=(",", ":"))}
+        header: dict[str, Any] = {"__metadata__": self._metadata | checksums}
+        position = fillers = 0
+        for name, (dtype, shape) in self.shapes.items():
+            begin, end = self._spans[name]
+            if rest := begin - position:
+                header[f"_fill_{fillers}"] = _entry("U8", (rest,), position, begin)
+                fillers += 1
+            header[name] = _entry(_STORED[dtype], shape, begin, end)
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+
+def _spans(shapes: Shapes) -> dict[str, tuple[int, int]]:
+    """Each tensor's first byte and the one behind its last, from the end of the header."""
+    spans, position = {}, 0
+    for name, (dtype, shape) in shapes.items():
+        begin = position + -position % ALIGNMENT
+        position = begin + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        spans[name] = begin, position
+    return spans
+
+
+def _entry(stored: str, shape: tuple[int, ...], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": stored, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+def _write_all(file: int, content: memoryview, offset: int) -> int:
+    """The bytes written: all of them, since one call may take fewer."""
+    done = 0
+    while done < len(content):
+        done += os.pwrite(file, content[done:], offset + done)
+    return done
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
-    """`write_tensors` of what is in memory already."""
+    """A file of what is in memory already."""
     shapes = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    write_tensors(path, shapes, iter(arrays.items()), metadata)
+    with TensorWriter(path, shapes, metadata) as writer:
+        for name, array in arrays.items():
+            writer.write(name, [array])
 
 
 @dataclass(frozen=True)
@@ -146,3 +206,14 @@ class TensorFile:
         if name not in self.tensors:
             raise BuildError(f"{self.path}: tensor {name} is missing; pack the weights again")
         return self.tensors[name]
+
+    def verify(self) -> None:
+        """Recompute every checksum. Raises BuildError naming the first tensor that differs."""
+        expected: dict[str, str] = json.loads(self.metadata.get(CHECKSUMS, "{}"))
+        for name, array in self.tensors.items():
+            found = hashlib.sha256(array.reshape(-1).view(np.uint8).data).hexdigest()
+            if found != expected.get(name):
+                raise BuildError(
+                    f"{self.path}: {name}: sha256 {expected.get(name)} expected from its header, "
+                    f"found {found}; copy the file again, or make it again"
+                )

@@ -161,8 +161,8 @@ def test_channels_are_the_decoded_weight_encoded_again(
     largest = np.repeat(weight.scale.numpy().max(axis=1), block[0])[:rows]
     expected = (decode_by_loops(weight) / largest[:, None]).astype(ml_dtypes.float8_e4m3fn)
     found = to_channels(weight)
-    assert np.array_equal(found.scale.numpy(), largest)
-    assert np.array_equal(to_float64(found.weight), expected.astype(np.float64))
+    assert np.array_equal(found.scale_N.numpy(), largest)
+    assert np.array_equal(to_float64(found.weight_KN).T, expected.astype(np.float64))
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -172,8 +172,8 @@ def test_blocks_with_the_largest_scale_keep_their_bytes(
 ) -> None:
     weight = encode(random_weight(rows, columns, seed), block)
     channels = to_channels(weight)
-    found, source = channels.weight.view(torch.uint8), weight.weight.view(torch.uint8)
-    kept = spread(weight.scale, (rows, columns), block) == channels.scale[:, None]
+    found, source = channels.weight_KN.view(torch.uint8).T, weight.weight.view(torch.uint8)
+    kept = spread(weight.scale, (rows, columns), block) == channels.scale_N[:, None]
     assert kept.any(dim=1).all()
     assert torch.equal(found[kept], source[kept])
 
@@ -195,8 +195,8 @@ def test_wide_rows_are_scaled_to_their_own_peak(rows: int, columns: int, seed: i
     weight = random_weight(rows, columns, seed)
     for source in (weight, weight.bfloat16()):
         channels = channels_from_wide(source)
-        assert channels.weight.dtype == E4M3 and channels.scale.shape == (rows,)
+        assert channels.weight_KN.dtype == E4M3 and channels.scale_N.shape == (rows,)
         peaks = source.float().abs().amax(dim=1)
         error = (channels.decode() - source.float()).abs().amax(dim=1)
         assert (error <= peaks * HALF_STEP * (1 + 1e-5)).all()
-        assert (channels.weight.float().abs().amax(dim=1)[peaks > 0] == 448).all()
+        assert (channels.weight_KN.float().abs().amax(dim=0)[peaks > 0] == 448).all()

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_checkpoint, tiny_config
+from safetensors.torch import load_file, save_file
 
-from export.checkpoint import Checkpoint, CheckpointError
-from export.exportable import Form
-from export.pack import LayerPacker, channel_fp8, half_layout, pack
+from export.checkpoint import Checkpoint
+from export.layer_weights import LayerPacker, channel_fp8, half_layout
+from export.layers import Form
+from export.pack import pack
+from export.shards import CheckpointError
+from export.staging import STAGING
 from export.to_onnx import export_graphs
 from graphs.spec import BuildError, BuildSpec, Precision, layer_file
-from graphs.tensorfile import TensorFile
+from graphs.tensorfile import TensorFile, write_arrays
 from runtime.weights import Weights
-
-
-def quiet(file: str, done: int, total: int) -> None:
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +32,12 @@ def build(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A packed fp8 build of the tiny checkpoint."""
     folder = tmp_path_factory.mktemp("tiny") / "fp8"
     export_graphs(tiny.raw_config, "fp8", folder)
-    pack(tiny, folder, quiet)
+    pack(tiny, folder)
     return folder
 
 
 def layer_weight(tiny: Checkpoint, layer: int, name: str) -> torch.Tensor:
-    full = f"model.layers.{layer}.{name}.weight"
-    return tiny.wide(full, tuple(tiny.read(full).shape))
+    return tiny.wide(f"model.layers.{layer}.{name}.weight")
 
 
 def test_half_layout_puts_evens_first() -> None:
@@ -49,7 +48,7 @@ def test_query_and_latent_projections_are_fused_with_rope_rows_in_half_layout(
     tiny: Checkpoint,
 ) -> None:
     c = tiny.config
-    packed = LayerPacker(tiny, Form.of("fp32"), 1).tensor("attention.qkv_a.weight")
+    packed = LayerPacker(tiny, Form.of("fp32"), 1).tensors("attention.qkv_a")["weight"]
     q_a = layer_weight(tiny, 1, "self_attn.q_a_proj")
     kv_a = layer_weight(tiny, 1, "self_attn.kv_a_proj_with_mqa")
     rope = kv_a[c.kv_lora_rank :]
@@ -59,7 +58,7 @@ def test_query_and_latent_projections_are_fused_with_rope_rows_in_half_layout(
 
 def test_each_head_of_q_b_keeps_its_nope_rows_and_permutes_its_rope_rows(tiny: Checkpoint) -> None:
     c = tiny.config
-    packed = LayerPacker(tiny, Form.of("fp32"), 0).tensor("attention.q_b.weight")
+    packed = LayerPacker(tiny, Form.of("fp32"), 0).tensors("attention.q_b")["weight"]
     original = layer_weight(tiny, 0, "self_attn.q_b_proj")
     shape = (c.num_attention_heads, c.qk_head_dim, c.q_lora_rank)
     for ours, theirs in zip(packed.view(shape), original.view(shape), strict=True):
@@ -70,12 +69,11 @@ def test_each_head_of_q_b_keeps_its_nope_rows_and_permutes_its_rope_rows(tiny: C
 
 def test_w_uk_and_w_uv_are_each_heads_two_row_blocks(tiny: Checkpoint) -> None:
     c = tiny.config
-    packer = LayerPacker(tiny, Form.of("bf16"), 0)
+    packed = LayerPacker(tiny, Form.of("bf16"), 0).tensors("attention")
     kv_b = layer_weight(tiny, 0, "self_attn.kv_b_proj").to(torch.bfloat16)
     per_head = kv_b.view(c.num_attention_heads, -1, c.kv_lora_rank)
-    assert torch.equal(packer.tensor("attention.w_uk"), per_head[:, : c.qk_nope_head_dim])
-    w_uv = packer.tensor("attention.w_uv")
-    assert torch.equal(w_uv.transpose(1, 2), per_head[:, c.qk_nope_head_dim :])
+    assert torch.equal(packed["w_uk"], per_head[:, : c.qk_nope_head_dim])
+    assert torch.equal(packed["w_uv"].transpose(1, 2), per_head[:, c.qk_nope_head_dim :])
 
 
 @pytest.mark.parametrize(
@@ -92,11 +90,11 @@ def test_w_uk_and_w_uv_are_each_heads_two_row_blocks(tiny: Checkpoint) -> None:
 def test_fp8_weights_are_transposed_channel_fp8_of_the_checkpoint(
     tiny: Checkpoint, layer: int, name: str, sources: tuple[str, ...]
 ) -> None:
-    packer = LayerPacker(tiny, Form.of("fp8"), layer)
+    packed = LayerPacker(tiny, Form.of("fp8"), layer).tensors(name)
     names = [f"model.layers.{layer}.{s}.weight" for s in sources]
-    parts = [channel_fp8(tiny.weight(n, tuple(tiny.read(n).shape))) for n in names]
+    parts = [channel_fp8(tiny.weight(n)) for n in names]
     expected = torch.cat([p.decode() for p in parts])
-    weight, scale = packer.tensor(f"{name}.weight"), packer.tensor(f"{name}.scale")
+    weight, scale = packed["weight"], packed["scale"]
     assert weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
     assert torch.equal((weight.to(torch.float32) * scale).T, expected)
 
@@ -116,13 +114,12 @@ def test_files_hold_exactly_what_the_spec_lists(tiny: Checkpoint, build: Path) -
 def test_a_16_bit_checkpoint_packs_too(tmp_path: Path, precision: Precision) -> None:
     folder = tiny_checkpoint(tmp_path / "checkpoint", quantization_config=None)
     checkpoint = Checkpoint.open(folder)
-    packer = LayerPacker(checkpoint, Form.of(precision), 0)
+    packed = LayerPacker(checkpoint, Form.of(precision), 0).tensors("mlp.down")
     down = layer_weight(checkpoint, 0, "mlp.down_proj")
-    weight = packer.tensor("mlp.down.weight")
     if precision == "fp32":
-        assert torch.equal(weight, down)
+        assert torch.equal(packed["weight"], down)
     else:
-        decoded = (weight.to(torch.float32) * packer.tensor("mlp.down.scale")).T
+        decoded = (packed["weight"].to(torch.float32) * packed["scale"]).T
         assert (decoded - down).norm() / down.norm() < 0.04
 
 
@@ -132,7 +129,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 def test_packing_twice_gives_the_same_bytes(tiny: Checkpoint, build: Path) -> None:
     before = snapshot(build)
-    pack(tiny, build, quiet)
+    pack(tiny, build)
     assert snapshot(build) == before
 
 
@@ -142,24 +139,24 @@ def test_another_models_checkpoint_is_refused_and_changes_nothing(
     other = Checkpoint.open(tiny_checkpoint(tmp_path / "other", rope_theta=10000.0))
     before = snapshot(build)
     with pytest.raises(BuildError, match="exported from another config"):
-        pack(other, build, quiet)
+        pack(other, build)
     assert snapshot(build) == before
 
 
 def test_a_checkpoint_that_turns_out_bad_midway_changes_nothing(
     tmp_path: Path, build: Path
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = tiny_checkpoint(tmp_path / "bad", shards=1)
     (shard,) = folder.glob("*.safetensors")
     tensors = load_file(shard)
     tensors["model.layers.2.input_layernorm.weight"][3] = torch.nan
     save_file(tensors, shard)
-    before = snapshot(build)
+    copy = Path(shutil.copytree(build, tmp_path / "build"))
+    before = snapshot(copy)
     with pytest.raises(CheckpointError, match=r"layers\.2\.input_layernorm.*index \(3,\)"):
-        pack(Checkpoint.open(folder), build, quiet)
-    assert snapshot(build) == before
+        pack(Checkpoint.open(folder), copy)
+    kept = {name: content for name, content in snapshot(copy).items() if STAGING not in name}
+    assert kept == before
 
 
 def test_tokenizer_and_generation_config_come_along(tmp_path: Path, build: Path) -> None:
@@ -169,11 +166,12 @@ def test_tokenizer_and_generation_config_come_along(tmp_path: Path, build: Path)
     copy = tmp_path / "build"
     shutil.copytree(build, copy)
     steps: list[tuple[str, int, int]] = []
-    files = pack(Checkpoint.open(folder), copy, lambda *step: steps.append(step))
+    files = pack(Checkpoint.open(folder), copy, progress=lambda *step: steps.append(step))
     assert copy / "tokenizer" / "tiktoken.model" in files
     assert json.loads((copy / "generation_config.json").read_text()) == {"eos_token_id": 257}
     assert all(f.is_file() for f in files)
-    assert [s[1] for s in steps] == list(range(len(steps))) and steps[-1][1] == steps[-1][2]
+    done = [step[1] for step in steps]
+    assert done == sorted(set(done)) and done[-1] == steps[-1][2]
 
 
 def test_a_folder_of_another_precision_is_refused_by_export(build: Path) -> None:
@@ -197,11 +195,8 @@ def test_a_damaged_build_is_refused_when_it_is_loaded(
     elif damage == "swapped":
         shutil.copyfile(copy / layer_file(2), target)
     else:
-        from graphs.tensorfile import write_tensors
-
         tensors = dict(TensorFile.open(target).tensors)
         tensors["post_norm.weight"] = np.ones(7, np.float32)
-        shapes = {k: (a.dtype, a.shape) for k, a in tensors.items()}
-        write_tensors(target, shapes, iter(tensors.items()), spec.file_metadata("layer 1"))
+        write_arrays(target, tensors, spec.file_metadata("layer 1"))
     with pytest.raises(BuildError, match=r"layer_001\.safetensors: "):
         Weights.open(copy, spec)

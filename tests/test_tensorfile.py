@@ -1,7 +1,8 @@
 """Tensor files: what is written is mapped, aligned, and refused where it is not what was asked."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from graphs.spec import BuildError
-from graphs.tensorfile import DTYPES, Array, TensorFile, write_tensors
+from graphs.tensorfile import CHECKSUMS, DTYPES, Array, TensorFile, TensorWriter, write_arrays
 
 METADATA = {"content": "layer 3", "precision": "fp8", "config_sha256": "ab" * 32}
 
@@ -27,8 +28,7 @@ def arrays() -> dict[str, Array]:
 
 
 def write(path: Path, tensors: dict[str, Array]) -> None:
-    shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
-    write_tensors(path, shapes, iter(tensors.items()), METADATA)
+    write_arrays(path, tensors, METADATA)
 
 
 def bytes_of(array: Array) -> bytes:
@@ -44,7 +44,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_every_type_comes_back_bit_for_bit(path: Path) -> None:
     file = TensorFile.open(path, METADATA)
-    assert file.metadata == METADATA
+    assert METADATA.items() <= file.metadata.items()
     assert list(file.tensors) == list(arrays())  # fillers are not shown
     for name, expected in arrays().items():
         found = file[name]
@@ -72,7 +72,7 @@ def test_tensors_are_mapped_and_cannot_be_written(path: Path) -> None:
 
 def test_safetensors_own_reader_reads_it(path: Path) -> None:
     with safe_open(path, framework="pt") as file:
-        assert file.metadata() == METADATA
+        assert file.metadata().keys() == {*METADATA, CHECKSUMS}
         assert set(arrays()) == {name for name in file.keys() if not name.startswith("_fill_")}  # noqa: SIM118
         assert np.array_equal(file.get_tensor("long").numpy(), arrays()["long"])
         found = file.get_tensor("float8e4m3fn").view(dtype=file.get_tensor("_fill_0").dtype)
@@ -123,36 +123,65 @@ def test_a_missing_tensor_is_named(path: Path) -> None:
         TensorFile.open(path)["absent"]
 
 
+ONE = np.arange(1000, dtype=np.float32).reshape(50, 20)
+SHAPES = dict.fromkeys("ab", (ONE.dtype, ONE.shape))
+
+
+def test_tensors_may_come_in_any_order_in_pieces_and_from_several_threads(tmp_path: Path) -> None:
+    expected = {f"t{i}": ONE + i for i in range(40)}
+    write_arrays(tmp_path / "whole.safetensors", expected, METADATA)
+    shapes = {name: (array.dtype, array.shape) for name, array in expected.items()}
+    with TensorWriter(tmp_path / "x.safetensors", shapes, METADATA) as writer:
+        assert not (tmp_path / "x.safetensors").exists()
+
+        def work(name: str) -> int:
+            array = expected[name]
+            return writer.write(name, (array[i : i + 7] for i in range(0, 50, 7)))
+
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(work, reversed(expected))) == {4000}
+    assert (tmp_path / "x.safetensors").stat().st_size == writer.size
+    whole = (tmp_path / "whole.safetensors").read_bytes()
+    assert (tmp_path / "x.safetensors").read_bytes() == whole
+
+
+def test_verifying_names_the_tensor_whose_bytes_changed(path: Path) -> None:
+    TensorFile.open(path).verify()
+    content = bytearray(path.read_bytes())
+    place = content.index(arrays()["long"].tobytes())
+    content[place + 5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BuildError, match=f"{path}: long: sha256 [0-9a-f]{{64}} expected"):
+        TensorFile.open(path).verify()
+
+
 class PackingError(Exception):
     pass
 
 
-def failing() -> Iterator[tuple[str, Array]]:
-    yield "a", np.zeros(1000, np.float32)
+def failing() -> Iterator[Array]:
+    yield ONE[:10]
     raise PackingError
-
-
-ONE = np.zeros(1000, np.float32)
-SHAPES = dict.fromkeys("ab", (ONE.dtype, ONE.shape))
 
 
 @pytest.mark.parametrize(
     ("tensors", "error"),
     [
-        (failing(), PackingError),
-        (iter([("a", ONE)]), ValueError),
-        (iter([("a", ONE), ("b", ONE), ("c", ONE)]), ValueError),
-        (iter([("b", ONE), ("a", ONE)]), AssertionError),
-        (iter([("a", ONE), ("b", ONE[:-1])]), AssertionError),
-        (iter([("a", ONE), ("b", ONE.astype(np.int64))]), AssertionError),
+        ({"a": failing()}, PackingError),
+        ({"a": [ONE]}, AssertionError),
+        ({"a": [ONE], "b": [ONE], "c": [ONE]}, KeyError),
+        ({"a": [ONE], "b": [ONE[:-1]]}, AssertionError),
+        ({"a": [ONE], "b": [ONE, ONE[:1]]}, AssertionError),
+        ({"a": [ONE], "b": [ONE.astype(np.int64)]}, AssertionError),
     ],
-    ids=["raises", "too few", "too many", "another order", "another shape", "another type"],
+    ids=["raises", "too few", "too many", "too short", "too long", "another type"],
 )
 def test_a_write_that_fails_leaves_what_was_there(
-    tmp_path: Path, tensors: Iterator[tuple[str, Array]], error: type[Exception]
+    tmp_path: Path, tensors: dict[str, Iterable[Array]], error: type[Exception]
 ) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"before")
-    with pytest.raises(error):
-        write_tensors(path, SHAPES, tensors, METADATA)
+    with pytest.raises(error), TensorWriter(path, SHAPES, METADATA) as writer:
+        for name, pieces in tensors.items():
+            writer.write(name, pieces)
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [(path.name, b"before")]
