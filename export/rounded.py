@@ -4,17 +4,30 @@ fp32 and bf16 builds are held against the plain fp32 model. An fp8 build is held
 model with the same values rounded: linear layers multiply per-channel e4m3 weights by per-token
 e4m3 activations, W_UK, W_UV, embedding and lm_head are bf16. It stays in checkpoint layout, so
 fusing, permuting and transposing at packing are all put to the test.
+
+Of a model that does not fit in memory one block at a time is made. Its routed experts are read from
+the checkpoint when a token chooses them: of Kimi K2's 384 in a layer, which take 67 GB in fp32,
+a token needs 8.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from export.block import ReferenceModel
+from export.attention import RMSNorm
+from export.block import Block, ReferenceModel
 from export.block_fp8 import ChannelFP8
-from export.checkpoint import Checkpoint, expected_tensors, is_quantised
-from export.pack import channel_fp8
+from export.checkpoint import Checkpoint
+from export.feedforward import MoE, SwiGLU
+from export.layer_weights import channel_fp8
+from export.rope import rope_tables
+from export.tensor_names import expected_tensors, is_linear, is_routed, layer_tensors
 from graphs.ops.fp8_linear import reference as fp8_linear
 from graphs.spec import Precision
+
+# What an fp8 build keeps in 16 bits: W_UK and W_UV, embedding, lm_head.
+_BF16_AT_FP8 = ("kv_b_proj.weight", "embed_tokens.weight", "lm_head.weight")
 
 
 class RoundedLinear(nn.Module):
@@ -33,6 +46,23 @@ class RoundedLinear(nn.Module):
         return flat.view(*x.shape[:-1], -1)
 
 
+class ChosenExperts(nn.Module):
+    """A layer's routed experts, each read from the checkpoint when asked for, and not kept."""
+
+    def __init__(self, checkpoint: Checkpoint, layer: int, precision: Precision) -> None:
+        super().__init__()
+        self.checkpoint, self.layer, self.precision = checkpoint, layer, precision
+
+    def __getitem__(self, expert: int) -> SwiGLU:
+        config = self.checkpoint.config
+        prefix = f"model.layers.{self.layer}.mlp.experts.{expert}."
+        names = [n for n in layer_tensors(config, self.layer) if n.startswith(prefix)]
+        with torch.device("meta"):
+            module = SwiGLU(config.hidden_size, config.moe_intermediate_size)
+        _fill(module, prefix, names, self.checkpoint, self.precision)
+        return module
+
+
 def round_bf16(x: Tensor) -> Tensor:
     """To the nearest bf16 value, in the tensor's own dtype."""
     return x.to(torch.bfloat16).to(x.dtype)
@@ -40,20 +70,54 @@ def round_bf16(x: Tensor) -> Tensor:
 
 def rounded_reference(checkpoint: Checkpoint, precision: Precision) -> ReferenceModel:
     """See the module's docstring. The whole model in memory. Raises CheckpointError."""
-    model = checkpoint.reference()
-    if precision != "fp8":
-        return model
-    for tensor in (model.model.embed_tokens.weight, model.lm_head.weight):
-        tensor.copy_(round_bf16(tensor))
-    shapes = expected_tensors(checkpoint.config)
-    for name in filter(is_quantised, shapes):
-        parent, child = name.removesuffix(".weight").rsplit(".", 1)
-        owner = model.get_submodule(parent)
-        if child == "kv_b_proj":
-            kv_b = model.get_parameter(name)
-            kv_b.copy_(round_bf16(kv_b))
-        else:
-            channels = channel_fp8(checkpoint.weight(name, shapes[name]))
-            reads_h = ".experts." in name and child != "down_proj"
-            setattr(owner, child, RoundedLinear(channels, reads_h))
+    with torch.device("meta"):
+        model = ReferenceModel(checkpoint.config)
+    model.cos, model.sin = rope_tables(checkpoint.config)
+    _fill(model, "", expected_tensors(checkpoint.config), checkpoint, precision)
     return model
+
+
+def rounded_block(checkpoint: Checkpoint, layer: int, precision: Precision) -> Block:
+    """One block of the model, with `ChosenExperts` where it has any. Raises CheckpointError."""
+    with torch.device("meta"):
+        block = Block(checkpoint.config, layer)
+    if isinstance(block.mlp, MoE):
+        block.mlp.add_module("experts", ChosenExperts(checkpoint, layer, precision))
+    names = [n for n in layer_tensors(checkpoint.config, layer) if not is_routed(n)]
+    _fill(block, f"model.layers.{layer}.", names, checkpoint, precision)
+    return block
+
+
+def rounded_head(checkpoint: Checkpoint, precision: Precision) -> nn.Sequential:
+    """Final norm and lm_head. Raises CheckpointError."""
+    config = checkpoint.config
+    with torch.device("meta"):
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    _fill(norm, "model.norm.", ["model.norm.weight"], checkpoint, precision)
+    _fill(lm_head, "lm_head.", ["lm_head.weight"], checkpoint, precision)
+    return nn.Sequential(norm, lm_head)
+
+
+def _fill(
+    module: nn.Module,
+    prefix: str,
+    names: Iterable[str],
+    checkpoint: Checkpoint,
+    precision: Precision,
+) -> None:
+    """Give a module, made on the meta device, its tensors: those of the checkpoint below prefix."""
+    for name in names:
+        path, _, part = name.removeprefix(prefix).rpartition(".")
+        if precision == "fp8" and is_linear(name) and not name.endswith(_BF16_AT_FP8):
+            parent, _, child = path.rpartition(".")
+            reads_h = is_routed(name) and child != "down_proj"
+            linear = RoundedLinear(channel_fp8(checkpoint.weight(name)), reads_h)
+            setattr(module.get_submodule(parent), child, linear)
+            continue
+        tensor = checkpoint.wide(name)
+        if precision == "fp8" and name.endswith(_BF16_AT_FP8):
+            tensor = round_bf16(tensor)
+        module.get_submodule(path).load_state_dict({part: tensor}, strict=False, assign=True)
+    assert not any(t.is_meta for t in module.state_dict().values()), "a tensor was left out"
+    module.requires_grad_(False).eval()

@@ -1,12 +1,16 @@
 """Replay each graph's goldens alone, in plain ONNX Runtime on the CPU with no custom library."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 from rich.console import Console
 from rich.table import Table
 
-from graphs.metrics import Row, compare, compare_routing
+from graphs.metrics import Groups, Row, compare, compare_routing
+from graphs.passes.feed_linears import feed_linears
 from graphs.session import open_session, run
 from graphs.spec import (
     HEAD_FILE,
@@ -31,20 +35,82 @@ def graph_cases(build: Path, spec: BuildSpec) -> list[TensorFile]:
 
 
 def graph_parity(build: Path, threads: int = 0) -> list[Row]:
-    """One row per output of every golden. Raises BuildError where the build is incomplete."""
+    """One row per output of every golden. Raises BuildError where the build is incomplete.
+
+    At fp8 a block runs twice: freely, and with its linear layers fed the reference's own inputs,
+    where what each would have read is a row as well.
+    """
     spec = BuildSpec.load(build)
     rows: list[Row] = []
-    sessions = {}
+    graphs: dict[str, _Graph] = {}
     for golden in graph_cases(build, spec):
-        graph = next(g for name, g in spec.graphs.items() if name == golden.metadata["graph"])
-        if graph.name not in sessions:
-            content = spec.onnx_bytes(build, graph.name)
-            sessions[graph.name] = open_session(spec, content, threads)
-        inputs = _weights(build, spec, graph, golden) | golden_inputs(golden)
-        outputs = _outputs(graph, golden)
-        run(sessions[graph.name], inputs, outputs)
-        rows += compare_outputs(golden, outputs, spec)
+        name = next(name for name in spec.graphs if name == golden.metadata["graph"])
+        if name not in graphs:
+            graphs[name] = _Graph.open(build, spec, spec.graphs[name], threads)
+        rows += graphs[name].compare(golden)
     return rows
+
+
+# Of each FP8 linear layer of a block, what the reference recorded of its input.
+LINEAR_INPUTS = {
+    "attention.qkv_a": "x_attn",
+    "attention.qkv": "x_attn",
+    "attention.q_b": "c_q_normed",
+    "attention.o": "mix",
+    "mlp.gate_up": "h",
+    "mlp.down": "product",
+    "shared.gate_up": "h",
+    "shared.down": "shared_product",
+}
+
+
+def linear_input(golden: TensorFile, module: str) -> Array:
+    """A linear layer's input in the reference, fp32 [M, K]."""
+    tap = golden[f"tap.{LINEAR_INPUTS[module]}"]
+    if module == "attention.o":  # [B,H,S,V]
+        tap = tap.transpose(0, 2, 1, 3)
+        tap = tap.reshape(*tap.shape[:2], -1)
+    return np.ascontiguousarray(tap.reshape(-1, tap.shape[-1]))
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """One graph's session; at fp8, a block's second one and the modules that are fed in it."""
+
+    build: Path
+    spec: BuildSpec
+    graph: GraphSpec
+    session: Any
+    fed_session: Any
+    fed: tuple[str, ...]
+
+    @classmethod
+    def open(cls, build: Path, spec: BuildSpec, graph: GraphSpec, threads: int) -> "_Graph":
+        content = spec.onnx_bytes(build, graph.name)
+        session = open_session(spec, content, threads)
+        fed_session, fed = None, tuple[str, ...]()
+        if spec.precision == "fp8" and graph.name in ("dense", "moe"):
+            model, fed = feed_linears(onnx.load_from_string(content))
+            fed_session = open_session(spec, model.SerializeToString(), threads)
+        return cls(build, spec, graph, session, fed_session, fed)
+
+    def compare(self, golden: TensorFile) -> list[Row]:
+        inputs = _weights(self.build, self.spec, self.graph, golden) | golden_inputs(golden)
+        outputs = _outputs(self.graph, golden)
+        run(self.session, inputs, outputs)
+        if not self.fed:
+            return compare_outputs(golden, outputs, self.spec)
+        rows = compare_outputs(golden, outputs, self.spec, free=True)
+        expected = {module: linear_input(golden, module) for module in self.fed}
+        inputs |= {f"fed.{module}": array for module, array in expected.items()}
+        outputs = _outputs(self.graph, golden)
+        computed = {m: np.full_like(array, np.nan) for m, array in expected.items()}
+        run(self.fed_session, inputs, outputs | {f"computed.{m}": a for m, a in computed.items()})
+        case = f"{golden.path.stem}, fed"
+        for module, array in computed.items():
+            tensor = f"{module}'s input"
+            rows.append(compare(case, tensor, array, expected[module], self.spec.precision))
+        return rows + compare_outputs(golden, outputs, self.spec, case)
 
 
 def golden_inputs(golden: TensorFile) -> dict[str, Array]:
@@ -53,28 +119,40 @@ def golden_inputs(golden: TensorFile) -> dict[str, Array]:
     return {n.removeprefix(prefix): a for n, a in golden.tensors.items() if n.startswith(prefix)}
 
 
-def compare_outputs(golden: TensorFile, outputs: dict[str, Array], spec: BuildSpec) -> list[Row]:
-    """Rows for the outputs of one graph; routing is compared as sets."""
-    case = golden.path.stem
+def compare_outputs(
+    golden: TensorFile,
+    outputs: dict[str, Array],
+    spec: BuildSpec,
+    case: str | None = None,
+    free: bool = False,
+) -> list[Row]:
+    """Rows for the outputs of one graph; routing is compared as sets.
+
+    `free`: whether an fp8 block ran on its own activations all along.
+    """
+    case = case or golden.path.stem
     rows = []
     for name, array in outputs.items():
         if name not in ("experts", "expert_weights"):
-            rows.append(compare(case, name, array, golden[f"output.{name}"], spec.precision))
+            expected = golden[f"output.{name}"]
+            rows.append(compare(case, name, array, expected, spec.precision, free=free))
     if "experts" in outputs:
-        routing, _ = routing_rows(golden, outputs["experts"], outputs["expert_weights"], spec)
+        routing, _ = routing_rows(golden, outputs["experts"], outputs["expert_weights"], spec, case)
         rows += routing
     return rows
 
 
 def routing_rows(
-    golden: TensorFile, experts: Array, weights: Array, spec: BuildSpec
+    golden: TensorFile, experts: Array, weights: Array, spec: BuildSpec, case: str | None = None
 ) -> tuple[list[Row], Array]:
     """`compare_routing` against a MoE golden."""
+    c = spec.config
     return compare_routing(
-        golden.path.stem,
+        case or golden.path.stem,
         (experts, weights),
         (golden["output.experts"], golden["output.expert_weights"]),
-        golden["tap.gate_scores"] + golden["bias"],
+        golden["tap.gate_scores"] + (golden["bias"] if c.has_gate_bias else 0),
+        Groups(c.n_group, c.topk_group, c.group_score or "max"),
         spec.precision,
     )
 
@@ -117,6 +195,8 @@ def print_parity(title: str, rows: list[Row]) -> bool:
     for row in rows:
         verdict = "ok" if row.passed else "[bold red]FAIL[/]"
         errors = (f"{row.max_error:.1e}", f"{row.rms_error:.1e}", f"{row.limit:.0e}")
+        if not row.compared:
+            verdict, errors = "not run", ("", "", "")
         table.add_row(row.case, row.tensor, *errors, verdict, row.remark)
     console = Console()
     (console if console.is_terminal else Console(width=120)).print(table)

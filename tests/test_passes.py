@@ -13,6 +13,7 @@ from graphs.ops import DOMAIN, OPSET
 from graphs.ops.fp8_linear import fp8_linear
 from graphs.ops.rope import rope
 from graphs.passes.attach_functions import attach_functions
+from graphs.passes.feed_linears import feed_linears
 from graphs.passes.infer_shapes import infer_shapes, unshaped
 from graphs.passes.inline import inline
 from graphs.passes.widen import widen
@@ -74,8 +75,11 @@ def test_attach_functions_adds_one_body_per_op_and_computes_the_reference() -> N
     assert again.SerializeToString() == attached.SerializeToString()
 
 
-def gates(second: str) -> onnx.ModelProto:
-    """Two gates of one graph; the second one's attributes differ from the first one's as given."""
+def gates(second: str, inputs: str = "h, w, b") -> onnx.ModelProto:
+    """Two gates of one graph; the second one's attributes differ from the first one's as given.
+
+    `inputs`: of the second.
+    """
     first = {
         "k": "2",
         "n_group": "1",
@@ -93,7 +97,7 @@ def gates(second: str) -> onnx.ModelProto:
     return parse(f"""gates (float[M,4] h, float[8,4] w, float[8] b)
         => (int64[M,2] e, float[M,2] p, int64[M,2] e2, float[M,2] p2)
         {{ e, p = kimi.TopKGate<{texts[0]}>(h, w, b)
-           e2, p2 = kimi.TopKGate<{texts[1]}>(h, w, b) }}""")
+           e2, p2 = kimi.TopKGate<{texts[1]}>({inputs}) }}""")
 
 
 def test_attach_functions_takes_nodes_with_equal_attributes() -> None:
@@ -103,8 +107,23 @@ def test_attach_functions_takes_nodes_with_equal_attributes() -> None:
 @pytest.mark.parametrize("change", ["k=3", "scaling=2.0", 'scoring="softmax"'])
 def test_attach_functions_refuses_nodes_that_need_different_bodies(change: str) -> None:
     name, value = change.replace('"', "'").split("=")
-    with pytest.raises(ValueError, match=rf"TopKGate with attributes .*'{name}': {value}.*another"):
+    with pytest.raises(
+        ValueError, match=rf"TopKGate with 3 inputs and .*'{name}': {value}.*another"
+    ):
         attach_functions(gates(change))
+
+
+def test_attach_functions_refuses_nodes_of_which_one_leaves_an_input_out() -> None:
+    with pytest.raises(ValueError, match=r"TopKGate with 2 inputs and .* while another .* has 3 "):
+        attach_functions(gates("", inputs="h, w"))
+
+
+def test_attach_functions_refuses_a_node_that_lacks_an_input() -> None:
+    text = TWO_ROPES.replace("(x, cos, sin, at)", "(x, cos, sin)").replace(
+        "(once, cos, sin, at)", "(once, cos, sin)"
+    )
+    with pytest.raises(ValueError, match=r"RoPE: inputs x, .*positions expected, found 3 of them"):
+        attach_functions(parse(text))
 
 
 def test_attach_functions_refuses_an_unknown_op() -> None:
@@ -254,3 +273,54 @@ def test_infer_shapes_refuses_a_model_that_contradicts_itself() -> None:
     model = parse("wrong (float[4] x) => (float[4] y) { y = Abs(absent) }")
     with pytest.raises(onnx.checker.ValidationError, match="absent"):
         infer_shapes(model)
+
+
+# Two linear layers with something between them.
+TWO_LINEARS = """twice (bfloat16[M,8] x, float8e4m3fn[8,6] first, float[6] first_scale,
+                        float8e4m3fn[6,4] second, float[4] second_scale) => (bfloat16[M,4] y)
+    { a = kimi.FP8Linear(x, first, first_scale)
+      b = Abs(a)
+      y = kimi.FP8Linear(b, second, second_scale) }"""
+
+
+def test_fed_linear_layers_read_what_they_are_given_and_show_what_they_would_have_read() -> None:
+    e4m3 = ml_dtypes.float8_e4m3fn
+    inputs = {
+        "x": random(5, 8, dtype=BF16),
+        "first": random(8, 6, dtype=e4m3),
+        "first_scale": np.abs(random(6)) + 0.1,
+        "second": random(6, 4, dtype=e4m3),
+        "second_scale": np.abs(random(4)) + 0.1,
+    }
+    model = attach_functions(parse(TWO_LINEARS))
+    spec = BuildSpec("fp8", {}, "", {})
+
+    def outputs(names: tuple[str, ...]) -> dict[str, Array]:
+        shapes = {"y": (5, 4), "computed.first": (5, 8), "computed.second": (5, 6)}
+        return {n: np.zeros(shapes[n], BF16 if n == "y" else np.float32) for n in names}
+
+    free = outputs(("y",))
+    run(open_session(spec, model.SerializeToString(), 1), inputs, free)
+    fed_model, modules = feed_linears(model)
+    assert modules == ("first", "second")
+    session = open_session(spec, fed_model.SerializeToString(), 1)
+
+    def fed(first: Array, second: Array) -> dict[str, Array]:
+        found = outputs(("y", "computed.first", "computed.second"))
+        run(session, inputs | {"fed.first": first, "fed.second": second}, found)
+        return found
+
+    x, anything = inputs["x"].astype(np.float32), random(5, 6)
+    found = fed(x, anything)
+    assert np.array_equal(found["computed.first"], x)
+    between = found["computed.second"]
+    assert (between >= 0).all() and between.std() > 0.1  # what the layers between computed, in fp32
+    assert not np.array_equal(found["y"], free["y"])
+    same = fed(x, between)
+    assert np.array_equal(same["y"], free["y"]) and np.array_equal(same["computed.second"], between)
+    assert not np.array_equal(fed(2 * x, between)["computed.second"], between)
+
+
+def test_a_graph_without_fp8_linear_layers_is_fed_nothing() -> None:
+    model, _, _ = two_ropes()
+    assert feed_linears(model) == (model, ())
