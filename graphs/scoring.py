@@ -8,10 +8,10 @@ WINDOW = 512  # tokens, BOS included
 
 
 def windows(length: int, window: int = WINDOW) -> list[tuple[int, int, int]]:
-    """(start, end, first scored) of each window over `length` bytes.
+    """(start, end, first scored) of each window over `length` tokens of text.
 
-    A window is BOS and window−1 bytes; the first half of every window but the first is context
-    only, so each byte is scored once, with at least half a window before it (but for the text's
+    A window is BOS and window−1 tokens; the first half of every window but the first is context
+    only, so each token is scored once, with at least half a window before it (but for the text's
     start).
     """
     step = window // 2

@@ -13,13 +13,16 @@ from graphs.config import ModelConfig
 from graphs.manifest import Profile
 from graphs.parity import print_parity
 from graphs.spec import GRAPHS, BuildError, BuildSpec
-from runtime.chain import Chain, StepError
+from runtime.chain import Chain, StepError, require_ids
+from runtime.chat import Chat, parse_messages
 from runtime.evaluate import bits_per_byte
 from runtime.generate import generate as generate_tokens
 from runtime.kv_cache import CacheError
 from runtime.parity import runtime_parity
 from runtime.sampling import Sampler, SamplingError
-from runtime.tokenizer import ByteTokenizer, load_tokenizer, stop_ids
+from runtime.stop_ids import stop_ids
+from runtime.tokenizer import PromptError, Tokenizer
+from runtime.tokenizer_files import load_tokenizer
 
 app = make_app("Tokens from a build folder, on ONNX Runtime.")
 
@@ -34,6 +37,10 @@ def generate(
     build: Build,
     prompt: Annotated[str | None, typer.Option(help="Text to go on from.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead: 1,2,3")] = None,
+    messages: Annotated[
+        Path | None,
+        typer.Option(help="Chat instead: a JSON list of role and content; -: standard input."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     seed: int = 0,
@@ -45,15 +52,18 @@ def generate(
     ] = False,
 ) -> None:
     """Write text: streamed as it comes, with tokens/s at the end."""
-    if (prompt is None) == (prompt_ids is None):
-        raise typer.BadParameter("exactly one of --prompt and --prompt-ids is needed")
+    if sum(given is not None for given in (prompt, prompt_ids, messages)) != 1:
+        raise typer.BadParameter("exactly one of --prompt, --prompt-ids and --messages is needed")
     config = BuildSpec.load(build).config
-    tokenizer = _tokenizer(build, config, required=prompt is not None)
-    if prompt is not None:
-        assert tokenizer is not None
-        ids = tokenizer.encode(prompt)
+    stop = stop_ids(build, config)
+    tokenizer = _tokenizer(build, config, required=prompt_ids is None)
+    if prompt_ids is not None:
+        ids = _parse_ids(prompt_ids)
     else:
-        ids = _parse_ids(prompt_ids or "")
+        assert tokenizer is not None
+        ids, more = _encode(build, tokenizer, prompt, messages)
+        stop |= more
+    require_ids(ids, config.vocab_size)
     sampler = Sampler(temperature, seed)
     chain = _load(build, Profile(tokens=chunk, context=context), threads)
     stream = tokenizer.stream() if tokenizer else None
@@ -68,13 +78,13 @@ def generate(
             sys.stdout.flush()
 
     start = time.perf_counter()
-    for token in generate_tokens(chain, ids, max_new_tokens, sampler, stop_ids(build, config)):
+    for token in generate_tokens(chain, ids, max_new_tokens, sampler, stop):
         tokens.append(token)
         emit(stream.push(token) if stream else f"{token} ")
     seconds = time.perf_counter() - start
     emit(stream.finish() if stream else "")
     if as_json:
-        print(json.dumps({"prompt_ids": ids, "tokens": tokens, "text": text}))
+        print(json.dumps({"prompt_ids": ids, "tokens": tokens, "text": text if stream else None}))
     else:
         print()
         rate = len(tokens) / seconds
@@ -87,15 +97,16 @@ def evaluate(
     text: Annotated[Path, typer.Option(help="File to score.")],
     threads: Threads = 0,
 ) -> None:
-    """Bits per byte of a text, in windows of 512 tokens with at least 255 bytes of context."""
+    """Bits per byte of a text, in windows of 512 tokens with at least 255 tokens of context."""
     if not text.is_file():
         raise BuildError(f"{text}: no such file")
-    load_tokenizer(build, BuildSpec.load(build).config)  # bits per byte need tokens that are bytes
+    tokenizer = load_tokenizer(build, BuildSpec.load(build).config)
     chain = _load(build, Profile(tokens=512, context=512), threads)
     with progress_bar() as progress:
         task = progress.add_task("scoring", total=None)
         score = bits_per_byte(
             chain,
+            tokenizer,
             text.read_bytes(),
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
@@ -123,14 +134,35 @@ def _load(build: Path, profile: Profile, threads: int) -> Chain:
         )
 
 
-def _tokenizer(build: Path, config: ModelConfig, required: bool) -> ByteTokenizer | None:
-    """None where token ids came in and the build's tokenizer cannot be read."""
+def _tokenizer(build: Path, config: ModelConfig, required: bool) -> Tokenizer | None:
+    """None, with a word on standard error, where it is not required and cannot be read."""
     try:
         return load_tokenizer(build, config)
-    except BuildError:
+    except BuildError as e:
         if required:
             raise
+        print(f"token ids are printed instead of text: {e}", file=sys.stderr)
         return None
+
+
+def _encode(
+    build: Path, tokenizer: Tokenizer, prompt: str | None, messages: Path | None
+) -> tuple[list[int], set[int]]:
+    """The ids of the one that is given, and the stop ids that it brings."""
+    if prompt is not None:
+        return tokenizer.encode(prompt), set()
+    assert messages is not None
+    chat = Chat.open(build, tokenizer)
+    return chat.ids(parse_messages(*_read(messages))), {chat.end}
+
+
+def _read(messages: Path) -> tuple[bytes, str]:
+    """The file's content, and what to call it in errors."""
+    if str(messages) == "-":
+        return sys.stdin.buffer.read(), "standard input"
+    if not messages.is_file():
+        raise PromptError(f"{messages}: no such file")
+    return messages.read_bytes(), str(messages)
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -141,4 +173,4 @@ def _parse_ids(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    run(app, StepError, CacheError, SamplingError)
+    run(app, StepError, CacheError, SamplingError, PromptError)

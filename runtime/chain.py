@@ -27,6 +27,13 @@ class StepError(RuntimeError):
     """A step that was refused, or whose result was; the cache is as it was before."""
 
 
+def require_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raises StepError where an id has no row in the embedding."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise StepError(f"token {token}: below vocab_size ({vocab_size}) expected")
+
+
 class Chain:
     """A loaded build: spec, weights, backend and cache. Not thread-safe."""
 
@@ -108,11 +115,7 @@ class Chain:
                 f"slots {first} to {first + len(counts) - 1} asked for, {len(slots.handles)} in use"
             )
         for ids in tokens:
-            for token in ids:
-                if not 0 <= token < self.config.vocab_size:
-                    raise StepError(
-                        f"token {token}: below vocab_size ({self.config.vocab_size}) expected"
-                    )
+            require_ids(ids, self.config.vocab_size)
         lengths = slots.lengths[first : first + len(counts)]
         longest = max(n + count for n, count in zip(lengths, counts, strict=True))
         # several slots are bound with their whole stride as context

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from graphs.tensorfile import Array
-from runtime.chain import Chain, StepError
+from runtime.chain import Chain, StepError, require_ids
 
 
 def prefill(
@@ -11,13 +11,14 @@ def prefill(
 ) -> Iterator[Array]:
     """Run a prompt in chunks on the newest sequence; yields logits of the last (or every) token.
 
-    Raises StepError, before anything ran, where the whole prompt is beyond a limit.
+    Raises StepError, before anything ran, where any of the prompt is beyond a limit.
     """
     if not 1 <= chunk <= chain.profile.tokens:
         raise StepError(
             f"chunk: {chunk} asked for, supported: 1 to {chain.profile.tokens}, the token limit of "
             f"profile {chain.profile.name}"
         )
+    require_ids(ids, chain.config.vocab_size)
     require_room(chain, handle, len(ids))
     slot = chain.cache.slots.slot(handle)
     for start in range(0, len(ids), chunk):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import lzma
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,11 @@ from train import bits_per_byte as reference_bits_per_byte
 from export.checkpoint import Checkpoint
 from graphs.manifest import Profile
 from graphs.scoring import windows
-from runtime.chain import Chain
+from runtime.chain import Chain, StepError
 from runtime.evaluate import bits_per_byte
-from runtime.generate import generate
+from runtime.generate import generate, prefill
 from runtime.sampling import Sampler
-from runtime.tokenizer import ByteTokenizer, stop_ids
+from runtime.tokenizer import Tokenizer, byte_tokenizer
 
 PROMPT = "And it came to pass"
 
@@ -98,10 +99,53 @@ def test_fp8_costs_at_most_half_a_percent_of_bits_per_byte(nano: Build) -> None:
     """On the first 8 KB here; `make evaluate` gives the whole held-out text."""
     text = (NANO / "heldout.txt").read_bytes()[:8192]
     profile = Profile(tokens=512, context=512)
-    fp32, fp8 = (
-        bits_per_byte(Chain.load(nano(p), profile, threads=2), text) for p in ("fp32", "fp8")
-    )
+    chains = (Chain.load(nano(p), profile, threads=2) for p in ("fp32", "fp8"))
+    fp32, fp8 = (bits_per_byte(c, byte_tokenizer(c.config), text) for c in chains)
     assert fp8 <= fp32 * 1.005
+
+
+def test_bits_per_byte_of_tokens_that_are_not_bytes(chain: Chain, checkpoint: Checkpoint) -> None:
+    """Pairs of letters as tokens: the reference's −log2 p of all tokens over the text's bytes."""
+    text = "And it came to pass in those days, that there went out a decree from Caesar Augustus"
+    pairs = sorted({text[i : i + 2] for i in range(len(text) - 1)})
+    ids = {chr(i): i for i in range(128)} | {pair: 128 + n for n, pair in enumerate(pairs)}
+
+    def encoder(text: str) -> list[int]:
+        return [ids[text[i : i + 2]] for i in range(0, len(text), 2)]
+
+    pieces = [token.encode() for token in ids]
+    tokenizer = Tokenizer(encoder, pieces, special={}, bos=())
+    tokens, window, nats = encoder(text), 16, 0.0
+    model = checkpoint.reference()
+    for start, end, scored in windows(len(tokens), window):
+        part = tokens[start:end]
+        with torch.no_grad():
+            scores = model(torch.tensor([[256, *part[:-1]]]))[0].log_softmax(-1)
+        nats -= float(scores[range(len(part)), part][scored - start :].sum())
+    bits = bits_per_byte(chain, tokenizer, text.encode(), window)
+    assert bits == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
+
+
+def test_bits_per_byte_are_of_the_text_that_was_given(chain: Chain) -> None:
+    tokenizer = byte_tokenizer(chain.config)
+    assert 0 < bits_per_byte(chain, tokenizer, b"\xff is no UTF-8") < 40
+    lower = Tokenizer(lambda text: [*text.lower().encode()], tokenizer.pieces, {}, ())
+    with pytest.raises(StepError, match="text: tokens that spell it expected"):
+        bits_per_byte(chain, lower, b"And")
+    with pytest.raises(StepError, match="at least one byte"):
+        bits_per_byte(chain, tokenizer, b"")
+
+
+def test_an_id_beyond_the_vocabulary_is_refused_before_anything_runs(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain, "step", lambda *arguments: pytest.fail("a step was taken"))
+    handle = chain.cache.allocate()
+    for token in (258, -1):
+        with pytest.raises(StepError, match=rf"token {token}: below vocab_size \(258\) expected"):
+            next(prefill(chain, handle, [1, 2, 3, token], chunk=2))
+        with pytest.raises(StepError, match=rf"token {token}: below vocab_size \(258\) expected"):
+            next(generate(chain, [1, 2, 3, token], 1, Sampler(), chunk=2))
 
 
 def test_the_small_model_beats_xz_and_the_bar(checkpoint: Checkpoint) -> None:
@@ -140,18 +184,3 @@ def test_sampling_is_seeded_and_follows_the_softmax() -> None:
     assert [first(logits) for _ in range(20)] == [second(logits) for _ in range(20)]
     assert Sampler()(np.array([1.0, 3.0, 3.0])) == 1
     assert {Sampler(1e-3, s)(logits) for s in range(50)} == {1}
-
-
-def test_bytes_stream_whole_characters() -> None:
-    tokenizer = ByteTokenizer(256)
-    stream = tokenizer.stream()
-    pieces = [stream.push(t) for t in [*"é€".encode(), 257, 0xC3]]
-    assert pieces == ["", "é", "", "", "€", "", ""] and stream.finish() == "\ufffd"
-    assert tokenizer.decode(tokenizer.encode("é")) == "é"
-
-
-def test_stop_ids_join_config_and_generation_config(nano: Build, tmp_path: Path) -> None:
-    config = Chain.load(nano("fp32"), threads=1).config
-    assert stop_ids(nano("fp32"), config) == {257}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    assert stop_ids(tmp_path, config) == {257, 7, 8}
