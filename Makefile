@@ -23,6 +23,7 @@ PROMPT ?= And it came to pass
 MAX_NEW_TOKENS ?= 256
 TEMPERATURE ?= 0
 SEED ?= 0
+GOLDEN_OPTIONS ?=
 
 PYTHON := .venv/bin/python
 NAME := $(if $(PRESET),$(PRESET),$(notdir $(abspath $(MODEL))))
@@ -38,6 +39,7 @@ SM := $(if $(filter auto,$(TARGET)),sm$(or $(GPU),120),$(TARGET))
 ENGINES := $(BUILD)/$(COMPILER)-$(SM)-b$(BATCH)t$(TOKENS)c$(CONTEXT)
 
 EXPORT_SOURCES := $(wildcard export/*.py graphs/*.py graphs/ops/*.py graphs/passes/*.py)
+SYNTHETIC_SOURCES := export/synthetic.py export/random_weights.py export/write_shards.py
 RUNTIME_SOURCES := $(wildcard graphs/*.py graphs/passes/*.py runtime/*.py runtime/backends/*.py)
 CHECKPOINT := $(if $(PRESET),,$(wildcard $(MODEL)/*.json $(MODEL)/*.safetensors $(MODEL)/*.model))
 
@@ -67,7 +69,7 @@ build/$(NAME)/$1/.weights: $(CHECKPOINT) build/$(NAME)/$1/spec.json
 	@mv $$@.tmp $$@
 
 build/$(NAME)/$1/.golden: build/$(NAME)/$1/.weights $$(WEIGHTS_$1) $(EXPORT_SOURCES)
-	$(PYTHON) -m export golden --checkpoint $(MODEL) --out $$(@D) > $$@.tmp
+	$(PYTHON) -m export golden --checkpoint $(MODEL) --out $$(@D) $(GOLDEN_OPTIONS) > $$@.tmp
 	@mv $$@.tmp $$@
 
 build/$(NAME)/$1/.parity: build/$(NAME)/$1/.golden $$(GOLDENS_$1) $(GRAPHS:%=build/$(NAME)/$1/onnx/%.onnx) $(RUNTIME_SOURCES)
@@ -83,7 +85,27 @@ $$(GOLDENS_$1): build/$(NAME)/$1/.golden
 endef
 $(foreach precision,$(PRECISIONS),$(eval $(call PRECISION_RULES,$(precision))))
 
-.PHONY: help setup graphs weights golden parity engines generate evaluate train lint test check clean
+# Two layers of K2 at full width with random weights, one of each type, for fp8; the dense one alone for fp32.
+# The rules above make all that follows from such a checkpoint, in a make of their own that is told where it is.
+FULL := build/full-size
+FULL_CHECKPOINTS := $(FULL)/k2/checkpoint/config.json $(FULL)/k2-dense/checkpoint/config.json
+FULL_MAKE = $(MAKE) --no-print-directory MODEL=$(FULL)/$1/checkpoint NAME=full-size/$1 PRECISIONS=$2 PRECISION=$2 \
+	GOLDEN_OPTIONS=--blocks-only
+
+$(FULL)/k2/checkpoint/config.json: LAYERS := 2
+$(FULL)/k2-dense/checkpoint/config.json: LAYERS := 1
+$(FULL_CHECKPOINTS): graphs/presets/k2.json $(SYNTHETIC_SOURCES) | .venv/.installed
+	@rm -rf $(dir $(@D)) # with what was packed from an older one, or the disk would have to hold both
+	$(PYTHON) -m export synthetic --preset k2 --layers $(LAYERS) --vocab 1024 --out $(@D)
+
+# Every preset's engines, for every generation of RTX cards that has FP8.
+PRESETS := k2 k2-0905 k2-thinking k2.5 deepseek-v3 deepseek-v3.1 moonlight deepseek-v2-lite
+PRESET_TARGETS := sm120 sm89
+PRESET_MANIFESTS := $(foreach preset,$(PRESETS),$(foreach target,$(PRESET_TARGETS),\
+	build/$(preset)/$(PRECISION)/$(COMPILER)-$(target)-b$(BATCH)t$(TOKENS)c$(CONTEXT)/manifest.json))
+
+.PHONY: help setup graphs weights golden parity engines presets generate evaluate train full-size bench lint test check \
+	clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -96,6 +118,10 @@ golden: $(BUILD)/.golden $(GOLDENS_$(PRECISION)) ## what the torch reference com
 parity: $(PRECISIONS:%=build/$(NAME)/%/.parity) ## graphs, blocks and chain against the reference, all precisions
 	@cat $^
 engines: $(if $(PRESET),,$(BUILD)/.parity) $(ENGINES)/.engines $(GRAPHS:%=$(ENGINES)/%.engine) $(ENGINES)/manifest.json ## everything up to the TensorRT engines (MODEL= or PRESET=, PRECISION= TARGET= BATCH= TOKENS= CONTEXT=)
+presets: .venv/.installed ## engines of every preset for sm120 and sm89, and their table (PRECISION= BATCH= TOKENS= CONTEXT=)
+	@for preset in $(PRESETS); do for target in $(PRESET_TARGETS); do \
+		$(MAKE) --no-print-directory engines PRESET=$$preset TARGET=$$target || exit 1; done; done
+	@$(PYTHON) -m graphs table $(PRESET_MANIFESTS)
 
 generate: $(BUILD)/.weights $(WEIGHTS_$(PRECISION)) ## write text (PROMPT= MAX_NEW_TOKENS= TEMPERATURE= SEED=)
 	@$(PYTHON) -m runtime generate $(BUILD) --prompt "$$PROMPT" --max-new-tokens $(MAX_NEW_TOKENS) \
@@ -108,6 +134,15 @@ evaluate: $(PRECISIONS:%=build/$(NAME)/%/.weights) ## bits per byte of the held-
 
 train: .venv/.installed ## train k2-nano anew into build/trained (about 12 minutes)
 	$(PYTHON) models/train.py --out build/trained
+
+full-size: $(FULL_CHECKPOINTS) ## parity of K2 layers at full width with random weights: dense fp32 and fp8, MoE fp8 (40 GB of disk, 6 minutes)
+	@$(call FULL_MAKE,k2-dense,fp32) parity
+	@$(call FULL_MAKE,k2,fp8) parity
+
+bench: $(FULL_CHECKPOINTS) ## full width: a MoE decode step's seconds and memory; packing against cp, and killed (40 GB of disk, 10 minutes)
+	@$(call FULL_MAKE,k2,fp8) weights
+	$(PYTHON) bench/moe_step.py $(FULL)/k2/fp8
+	$(PYTHON) bench/packing.py $(FULL)/k2/checkpoint $(FULL)/k2/fp8
 
 lint: .venv/.installed ## ruff and mypy
 	.venv/bin/ruff check .

@@ -157,7 +157,9 @@ class Balancer:
         worst = 0.0
         for gate, load in self.loads.items():
             mean = load.sum() / len(load)
-            gate.e_score_correction_bias += rate * torch.sign(mean - load)
+            bias = gate.e_score_correction_bias
+            assert bias is not None  # k2-nano has noaux_tc gates
+            bias += rate * torch.sign(mean - load)
             worst = max(worst, float(load.max() / mean))
         self.loads.clear()
         return worst

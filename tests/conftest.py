@@ -47,7 +47,7 @@ def nano(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Bu
     def build(precision: Precision) -> Path:
         folder = tmp_path_factory.mktemp("nano") / precision
         export_graphs(checkpoint.raw_config, precision, folder)
-        pack(checkpoint, folder, lambda file, done, total: None)
+        pack(checkpoint, folder)
         write_goldens(checkpoint, folder)
         return folder
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from helpers import tiny_checkpoint, tiny_config
 
+from graphs.config import PRESETS
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -117,9 +119,15 @@ def test_fp8_below_sm89(build: Path) -> None:
     assert_refused(run("graphs", "compile", build, "--target", "sm86"), "(?i)sm86.*sm89")
 
 
+def test_make_presets_builds_every_preset() -> None:
+    presets = re.search(r"^PRESETS := (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert presets
+    assert sorted(presets[1].split()) == sorted(p.stem for p in PRESETS.glob("*.json"))
+
+
 def test_every_make_target_has_a_line_in_make_help() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.M)
+    phony = re.search(r"^\.PHONY: (.*)$", makefile.replace("\\\n", " "), re.M)
     assert phony
     done = subprocess.run(
         ["make", "--no-print-directory", "help"], capture_output=True, text=True, cwd=ROOT

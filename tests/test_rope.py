@@ -8,7 +8,7 @@ import torch
 from helpers import tiny_config, transformers_config
 
 from export.attention import rotate_interleaved
-from export.pack import half_layout
+from export.layer_weights import half_layout
 from export.rope import inverse_frequencies, rope_tables
 from graphs.config import ModelConfig
 from graphs.config_parts import yarn_mscale
