@@ -113,24 +113,13 @@ class LayerPacker:
     }
 
     def _sources(self, module: str) -> list[Source]:
-        c = self.config
-        C, N, R = c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim
-        head = torch.cat([torch.arange(N), N + half_layout(R)])
-        heads = (torch.arange(c.num_attention_heads)[:, None] * (N + R) + head).flatten()
-        latent = torch.cat([torch.arange(C), C + half_layout(R)])
         match module.split("."):
             case ["attention", "qkv_a"]:
-                return [
-                    Source("self_attn.q_a_proj"),
-                    Source("self_attn.kv_a_proj_with_mqa", latent),
-                ]
+                return [Source("self_attn.q_a_proj"), self._latent()]
             case ["attention", "qkv"]:
-                return [
-                    Source("self_attn.q_proj", heads),
-                    Source("self_attn.kv_a_proj_with_mqa", latent),
-                ]
+                return [Source("self_attn.q_proj", self._heads()), self._latent()]
             case ["attention", "q_b"]:
-                return [Source("self_attn.q_b_proj", heads)]
+                return [Source("self_attn.q_b_proj", self._heads())]
             case ["attention", "o"]:
                 return [Source("self_attn.o_proj")]
             case [*path, ("gate_up" | "down") as part]:
@@ -139,6 +128,18 @@ class LayerPacker:
                 names = ("gate_proj", "up_proj") if part == "gate_up" else ("down_proj",)
                 return [Source(f"{prefix}.{n}") for n in names]
         raise AssertionError(f"no rule packs {module}")
+
+    def _heads(self) -> Tensor:
+        """Rows of a projection to query heads, each head's rope part in half layout."""
+        N, R = self.config.qk_nope_head_dim, self.config.qk_rope_head_dim
+        head = torch.cat([torch.arange(N), N + half_layout(R)])
+        starts = torch.arange(self.config.num_attention_heads)[:, None] * (N + R)
+        return (starts + head).flatten()
+
+    def _latent(self) -> Source:
+        C, R = self.config.kv_lora_rank, self.config.qk_rope_head_dim
+        rows = torch.cat([torch.arange(C), C + half_layout(R)])
+        return Source("self_attn.kv_a_proj_with_mqa", rows)
 
     def _wide_linear(self, sources: list[Source]) -> Iterator[Tensor]:
         for source in sources:

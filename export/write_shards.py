@@ -18,7 +18,7 @@ from export.shards import DTYPES, INDEX
 from export.write_checkpoint import write_json
 from graphs.tensorfile import Array
 
-Progress = Callable[[str, int, int], None]  # tensor's name, bytes done, bytes in all
+Progress = Callable[[str, int, int], None]  # file's name, bytes done, bytes in all
 
 _STORED = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -47,9 +47,9 @@ def write_shards(
     files = []
     for i, shard in enumerate(shards):
         files.append(folder / f"model-{i + 1:05d}-of-{len(shards):06d}.safetensors")
-        for name, written in _write_shard(files[-1], shard):
+        for written in _write_shard(files[-1], shard):
             done += written
-            progress(name, done, total)
+            progress(files[-1].name, done, total)
         weight_map |= dict.fromkeys((t.name for t in shard), files[-1].name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(folder / INDEX, index)
@@ -66,8 +66,8 @@ def _fill(tensors: Iterable[NewTensor], shard_bytes: int) -> Iterator[list[NewTe
     yield shard
 
 
-def _write_shard(path: Path, tensors: Iterable[NewTensor]) -> Iterator[tuple[str, int]]:
-    """Each tensor's name and size when it is written; the file gets its name at the end."""
+def _write_shard(path: Path, tensors: Iterable[NewTensor]) -> Iterator[int]:
+    """Each tensor's size when it is written; the file gets its name at the end."""
     ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.name))
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         try:
@@ -77,7 +77,7 @@ def _write_shard(path: Path, tensors: Iterable[NewTensor]) -> Iterator[tuple[str
                 for piece in tensor.pieces():
                     file.write(piece.data)
                 assert file.tell() - begin == tensor.bytes, tensor.name
-                yield tensor.name, tensor.bytes
+                yield tensor.bytes
         except BaseException:
             Path(file.name).unlink()
             raise
