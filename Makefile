@@ -135,7 +135,7 @@ evaluate: $(PRECISIONS:%=build/$(NAME)/%/.weights) ## bits per byte of the held-
 train: .venv/.installed ## train k2-nano anew into build/trained (about 12 minutes)
 	$(PYTHON) models/train.py --out build/trained
 
-full-size: $(FULL_CHECKPOINTS) ## parity of K2 layers at full width with random weights: dense fp32 and fp8, MoE fp8 (40 GB of disk, 6 minutes)
+full-size: $(FULL_CHECKPOINTS) ## parity of K2 layers at full width with random weights: dense fp32 and fp8, MoE fp8 (40 GB of disk, 5 minutes)
 	@$(call FULL_MAKE,k2-dense,fp32) parity
 	@$(call FULL_MAKE,k2,fp8) parity
 
