@@ -52,6 +52,23 @@ def test_export_weights_and_golden_list_the_files_they_wrote(
         assert len(files) > 4 and all(f.is_file() for f in files)
 
 
+def test_packing_says_sizes_rate_and_what_remains_where_there_is_no_terminal(
+    checkpoint: Path, build: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "build"
+    shutil.copytree(build, copy)
+    shutil.rmtree(copy / "weights", ignore_errors=True)
+    arguments = ("export", "weights", "--checkpoint", checkpoint, "--out", copy)
+    summary, *lines = run(*arguments).stderr.splitlines()
+    assert re.fullmatch(r"[\d.]+ \w+ of checkpoint, [\d.]+ \w+ packed for fp8", summary)
+    line = r"([\w/.]+): [\d.]+ \w+ of ([\d.]+ \w+), [\d.]+ \w+/s, \d+ s remain"
+    found = [re.fullmatch(line, text) for text in lines]
+    assert all(found) and found[-1]
+    assert found[-1][1] == "rope.safetensors" and lines[-1].endswith(" 0 s remain")
+    again = run(*arguments)
+    assert f"{len(lines)} of {len(lines)} files are finished already" in again.stderr
+
+
 @pytest.mark.parametrize(
     "change, expected",
     [
