@@ -33,9 +33,7 @@ Progress = Callable[[str, int, int], None]  # file's name, bytes written, bytes 
 
 @dataclass(frozen=True)
 class Plan:
-    """All files of a build, and those still to be made. Raises BuildError, when made with `of`,
-    where the build was exported from another config or the disk is too small.
-    """
+    """All files of a build, and those still to be made."""
 
     spec: BuildSpec
     files: tuple[PackedFile, ...]
@@ -43,6 +41,9 @@ class Plan:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, build: Path) -> "Plan":
+        """Raises BuildError where the build was exported from another config, or the disk is too
+        small.
+        """
         spec = matching_spec(checkpoint, build)
         files = tuple(packed_files(checkpoint, spec))
         folders = (build / STAGING, build)
@@ -80,7 +81,7 @@ def pack(
     """Write weights, rope tables, tokenizer and generation config; returns the build's files.
 
     `workers`: threads, by default two more than cores, since some wait for the disk. Raises
-    BuildError (see Plan, and where another process packs into this build), CheckpointError where
+    BuildError (see Plan.of, and where another process packs into this build), CheckpointError where
     the checkpoint cannot be used; the build is as it was then, but for finished files in its
     `.packing` folder.
     """
@@ -89,6 +90,9 @@ def pack(
         started(plan)
         staging = build / STAGING
         (staging / "weights").mkdir(parents=True, exist_ok=True)
+        for file in plan.files:
+            if not file.finished(staging, plan.spec):  # of another checkpoint, or cut short
+                (staging / file.path).unlink(missing_ok=True)
         _make_files(plan, staging, workers or (os.cpu_count() or 1) + 2, progress)
         copied = copy_tokenizer(checkpoint.folder, staging)
         move_in(staging, build, plan.files)

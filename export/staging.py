@@ -51,6 +51,7 @@ def _move(file: PackedFile, source: Path, target: Path) -> None:
 def copy_tokenizer(source: Path, folder: Path) -> list[str]:
     """Copy what there is; returns the paths from the build folder."""
     shutil.rmtree(folder / "tokenizer", ignore_errors=True)
+    (folder / GENERATION_CONFIG).unlink(missing_ok=True)
     (folder / "tokenizer").mkdir()
     wanted = {name: f"tokenizer/{name}" for name in TOKENIZER_FILES}
     wanted[GENERATION_CONFIG] = GENERATION_CONFIG

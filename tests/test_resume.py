@@ -177,6 +177,23 @@ def test_a_bad_shard_can_be_replaced_and_the_run_goes_on(
     assert (build / layer_file(0)).stat().st_ino == staged
 
 
+def test_what_an_interrupted_run_left_of_another_checkpoint_is_not_moved_in(
+    folder: Path, tmp_path: Path, build: Path, packed: Path
+) -> None:
+    pack(Checkpoint.open(folder), build)
+
+    def interrupt(file: str, done: int, total: int) -> None:
+        if file == layer_file(1):
+            raise KeyboardInterrupt
+
+    other = Checkpoint.open(tiny_checkpoint(tmp_path / "other", seed=1))
+    with pytest.raises(KeyboardInterrupt):
+        pack(other, build, progress=interrupt)
+    assert (build / STAGING / layer_file(0)).is_file()
+    pack(Checkpoint.open(folder), build)
+    assert contents(build) == contents(packed)
+
+
 def test_a_build_that_was_left_between_two_checkpoints_is_not_loaded(
     folder: Path, tmp_path: Path, build: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
