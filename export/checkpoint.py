@@ -40,6 +40,7 @@ class Checkpoint:
     folder: Path
     config: ModelConfig
     raw_config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]  # of every weight that the config calls for
     stored: dict[str, Stored]
     ignored: dict[str, int]  # rule → number of tensors
     unknown: tuple[str, ...]
@@ -59,7 +60,7 @@ class Checkpoint:
                 ignored[rule] += 1
             else:
                 unknown.append(name)
-        found = cls(folder, config, raw_config, stored, dict(ignored), tuple(unknown))
+        found = cls(folder, config, raw_config, expected, stored, dict(ignored), tuple(unknown))
         missing = [n for n in sorted(expected) if n not in stored and n + PACKED not in stored]
         if missing:
             raise CheckpointError(
@@ -120,13 +121,13 @@ class Checkpoint:
     def reference(self) -> ReferenceModel:
         """The whole model in fp32; for models that fit in memory. Raises CheckpointError."""
         model = ReferenceModel(self.config)
-        model.load_state_dict({name: self.wide(name) for name in expected_tensors(self.config)})
+        model.load_state_dict({name: self.wide(name) for name in self.shapes})
         return model.requires_grad_(False).eval()
 
     def _int4(self, name: str) -> GroupInt4:
         assert isinstance(self.config.quantization, Int4Groups)
         packed, scale, shape = (self.stored[name + s].read() for s in (PACKED, GROUP_SCALE, SHAPE))
-        rows, columns = expected = _unpacked_shape(self.config, name)
+        rows, columns = expected = self.shapes[name]
         if tuple(shape.tolist()) != expected:
             raise CheckpointError(
                 f"{name + SHAPE}: {expected} expected from config.json, found "
@@ -134,12 +135,6 @@ class Checkpoint:
             )
         require_finite(name + GROUP_SCALE, scale, self.stored[name + GROUP_SCALE].shard)
         return GroupInt4(packed, scale, (rows, columns), self.config.quantization.group_size)
-
-
-def _unpacked_shape(config: ModelConfig, name: str) -> tuple[int, int]:
-    """[out, in] of a routed expert's weight."""
-    shape = config.hidden_size, config.moe_intermediate_size
-    return shape if name.endswith("down_proj.weight") else (shape[1], shape[0])
 
 
 def _ignored(name: str, config: ModelConfig, nested: bool) -> str | None:

@@ -22,7 +22,6 @@ from export.checkpoint import Checkpoint, Weight
 from export.group_int4 import GroupInt4, decode_int4
 from export.layers import Form
 from export.shards import Stored
-from export.tensor_names import layer_tensors
 from graphs.tensorfile import DTYPES, Array
 
 
@@ -72,7 +71,6 @@ class LayerPacker:
     def __init__(self, checkpoint: Checkpoint, form: Form, layer: int) -> None:
         self.checkpoint, self.form, self.config = checkpoint, form, checkpoint.config
         self.prefix = f"model.layers.{layer}."
-        self.shapes = layer_tensors(checkpoint.config, layer)
 
     def pieces(self, module: str) -> dict[str, Iterable[Tensor]]:
         """A module's packed tensors by their last name, weight and scale, or w_uk and w_uv.
@@ -148,8 +146,9 @@ class LayerPacker:
 
     def _fp8_linear(self, sources: list[Source]) -> dict[str, Tensor]:
         names = [f"{self.prefix}{source.name}.weight" for source in sources]
-        fan_outs = [self.shapes[name][0] for name in names]
-        fused_KN = torch.empty(self.shapes[names[0]][1], sum(fan_outs), dtype=torch.uint8)
+        shapes = [self.checkpoint.shapes[name] for name in names]
+        fan_outs, fan_in = [shape[0] for shape in shapes], shapes[0][1]
+        fused_KN = torch.empty(fan_in, sum(fan_outs), dtype=torch.uint8)
         scales, column = [], 0
         for source, name, fan_out in zip(sources, names, fan_outs, strict=True):
             scale_N = channel_fp8(self.checkpoint.weight(name), fused_KN, column).scale_N

@@ -47,7 +47,7 @@ class Plan:
         spec = matching_spec(checkpoint, build)
         files = tuple(packed_files(checkpoint, spec))
         folders = (build / STAGING, build)
-        todo = tuple(f for f in files if not any(f.finished(folder, spec) for folder in folders))
+        todo = tuple(f for f in files if not any(f.finished(folder) for folder in folders))
         needed, free = sum(file.bytes for file in todo), shutil.disk_usage(build).free
         if needed > free:
             raise BuildError(
@@ -91,7 +91,7 @@ def pack(
         staging = build / STAGING
         (staging / "weights").mkdir(parents=True, exist_ok=True)
         for file in plan.files:
-            if not file.finished(staging, plan.spec):  # of another checkpoint, or cut short
+            if not file.finished(staging):  # of another checkpoint, or cut short
                 (staging / file.path).unlink(missing_ok=True)
         _make_files(plan, staging, workers or (os.cpu_count() or 1) + 2, progress)
         copied = copy_tokenizer(checkpoint.folder, staging)
@@ -117,9 +117,8 @@ def _make_files(plan: Plan, folder: Path, workers: int, progress: Progress) -> N
     try:
         with ThreadPoolExecutor(workers, "pack", torch.set_num_threads, (1,)) as pool:
             for file in plan.todo:
-                metadata = plan.spec.file_metadata(file.content)
-                stamp = file.source_hash(plan.spec)  # before anything is read
-                with TensorWriter(folder / file.path, file.shapes, metadata) as writer:
+                stamp = file.source_hash  # before anything is read
+                with TensorWriter(folder / file.path, file.shapes, file.metadata) as writer:
                     for size in _run(pool, file.tasks, writer):
                         done += size
                         progress(file.path, done, total)

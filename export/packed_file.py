@@ -39,6 +39,7 @@ Task = Callable[[], Mapping[str, Iterable[Array]]]  # a module's tensors, each i
 class PackedFile:
     """One file of the build: what it holds, what it is made from, and the work that makes it."""
 
+    spec: BuildSpec
     path: str  # from the build folder
     content: str
     tensors: Mapping[str, TensorSpec]
@@ -53,11 +54,12 @@ class PackedFile:
     def bytes(self) -> int:
         return sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in self.shapes.values())
 
-    def source_hash(self, spec: BuildSpec) -> str:
-        """Of everything that the file's content follows from."""
+    @cached_property
+    def source_hash(self) -> str:
+        """Of everything that the file's content follows from, as it was when first asked for."""
         shards = {s.shard: s.shard.stat() for s in self.sources}
         source = [
-            [PACK_FORMAT, spec.precision, spec.config_sha256],
+            [PACK_FORMAT, self.spec.precision, self.spec.config_sha256],
             [[n, str(dtype), shape] for n, (dtype, shape) in self.shapes.items()],
             [[p.name, stat.st_size, stat.st_mtime_ns] for p, stat in sorted(shards.items())],
             [[s.name, s.shard.name, str(s.dtype), s.shape, s.begin] for s in self.sources],
@@ -68,14 +70,16 @@ class PackedFile:
         path = folder / self.path
         return path.with_name(f".{path.stem}.source")
 
-    def finished(self, folder: Path, spec: BuildSpec) -> bool:
+    @property
+    def metadata(self) -> dict[str, str]:
+        return self.spec.file_metadata(self.content)
+
+    def finished(self, folder: Path) -> bool:
         """Whether it is in this folder, whole and made from these very sources."""
         try:
-            if self.stamp(folder).read_text(encoding="utf-8") != self.source_hash(spec):
+            if self.stamp(folder).read_text(encoding="utf-8") != self.source_hash:
                 return False
-            TensorFile.open(
-                folder / self.path, spec.file_metadata(self.content), self.tensors.items()
-            )
+            TensorFile.open(folder / self.path, self.metadata, self.tensors.items())
         except (OSError, BuildError):
             return False
         return True
@@ -99,7 +103,7 @@ def packed_files(checkpoint: Checkpoint, spec: BuildSpec) -> Iterator[PackedFile
 
         tasks = [partial(make, name) for name in names]
         sources = [s for name in names.values() for s in checkpoint.sources(name)]
-        return PackedFile(path, content, specs, tuple(sources), tuple(tasks))
+        return PackedFile(spec, path, content, specs, tuple(sources), tuple(tasks))
 
     vocabulary = (config.vocab_size, config.hidden_size)
     embed = {"embed.weight": "model.embed_tokens.weight"}
@@ -110,7 +114,7 @@ def packed_files(checkpoint: Checkpoint, spec: BuildSpec) -> Iterator[PackedFile
         yield _layer(checkpoint, form, spec, layer)
     yield row_file(HEAD_FILE, "head", head, spec.graphs["head"].weights)
     tables = {t.name: t for t in spec.graphs["dense"].inputs if t.kind == "table"}
-    yield PackedFile(ROPE_FILE, "rope", tables, (), (partial(_rope, spec),))
+    yield PackedFile(spec, ROPE_FILE, "rope", tables, (), (partial(_rope, spec),))
 
 
 def _rope(spec: BuildSpec) -> dict[str, list[Array]]:
@@ -129,6 +133,7 @@ def _layer(checkpoint: Checkpoint, form: Form, spec: BuildSpec, layer: int) -> P
 
     sources = {stored for module in modules for stored in packer.stored(module)}
     return PackedFile(
+        spec,
         layer_file(layer),
         f"layer {layer}",
         tensors,

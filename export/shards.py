@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from graphs.spec import BuildError
+from graphs.tensorfile import read_header
 
 INDEX = "model.safetensors.index.json"
 
@@ -81,16 +83,12 @@ class Stored:
         return tensor
 
 
-def read_header(shard: Path) -> dict[str, Stored]:
+def shard_tensors(shard: Path) -> dict[str, Stored]:
     """Every tensor of a shard. Raises CheckpointError where the file is not whole."""
     try:
-        with safe_open(shard, framework="pt"):
-            pass  # refuses truncated, trailing and gapped files
-    except (SafetensorError, OSError) as e:
-        raise CheckpointError(f"{shard}: not a complete safetensors file: {e}") from e
-    with shard.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+        header, start = read_header(shard)
+    except BuildError as e:
+        raise CheckpointError(str(e)) from e
     header.pop("__metadata__", None)
     tensors: dict[str, Stored] = {}
     for name, entry in header.items():
@@ -99,7 +97,7 @@ def read_header(shard: Path) -> dict[str, Stored]:
             raise CheckpointError(
                 f"{shard}: tensor {name}: type {entry['dtype']} found, known: {', '.join(DTYPES)}"
             )
-        begin = 8 + size + entry["data_offsets"][0]
+        begin = start + entry["data_offsets"][0]
         tensors[name] = Stored(name, shard, dtype, tuple(entry["shape"]), begin)
     return tensors
 
@@ -111,7 +109,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for shard in sorted(set(shard_of.values())):
         if Path(shard).name != shard or not (folder / shard).is_file():
             raise CheckpointError(f"{folder}: the index names shard {shard!r}, not in there")
-        headers[shard] = read_header(folder / shard)
+        headers[shard] = shard_tensors(folder / shard)
     stored = {}
     for name, shard in shard_of.items():
         if name not in headers[shard]:
@@ -136,4 +134,4 @@ def _index(folder: Path) -> dict[str, str]:
         raise CheckpointError(
             f"{folder}: {INDEX} or one .safetensors file expected, found {len(shards)} files"
         )
-    return dict.fromkeys(read_header(shards[0]), shards[0].name)
+    return dict.fromkeys(shard_tensors(shards[0]), shards[0].name)

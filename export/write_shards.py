@@ -5,7 +5,6 @@ the tensors; within a shard these lie as safetensors' own writer puts them, wide
 then by name, which aligns each to its type.
 """
 
-import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 
 from export.shards import DTYPES, INDEX
 from export.write_checkpoint import write_json
-from graphs.tensorfile import Array
+from graphs.tensorfile import Array, header_bytes
 
 Progress = Callable[[str, int, int], None]  # file's name, bytes done, bytes in all
 
@@ -97,6 +96,4 @@ def _header(tensors: Iterable[NewTensor]) -> bytes:
             "data_offsets": offsets,
         }
         position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return header_bytes(header, alignment=8)

@@ -25,6 +25,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -91,7 +92,7 @@ class BuildSpec:
     slots: int = SLOTS
     format: int = SPEC_FORMAT
 
-    @property
+    @cached_property
     def config(self) -> ModelConfig:
         return ModelConfig.from_dict(self.raw_config)
 

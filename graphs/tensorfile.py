@@ -111,9 +111,26 @@ class TensorWriter:
                 fillers += 1
             header[name] = _entry(_STORED[dtype], shape, begin, end)
             position = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text
+        return header_bytes(header, ALIGNMENT)
+
+
+def header_bytes(header: Mapping[str, Any], alignment: int) -> bytes:
+    """How a safetensors file begins, padded so that tensors start at a multiple of `alignment`."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where its tensors start. Raises BuildError."""
+    try:
+        with safe_open(path, framework="np"):
+            pass  # refuses truncated, trailing and gapped files
+    except (SafetensorError, OSError) as e:
+        raise BuildError(f"{path}: not a complete safetensors file: {e}") from e
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(size)), 8 + size
 
 
 def _spans(shapes: Shapes) -> dict[str, tuple[int, int]]:
@@ -166,15 +183,9 @@ class TensorFile:
         Raises BuildError where it is absent, truncated, damaged, or of another model, precision or
         layer.
         """
-        try:
-            with safe_open(path, framework="np"):
-                pass  # refuses truncated, trailing and gapped files
-        except (SafetensorError, OSError) as e:
-            raise BuildError(f"{path}: not a complete safetensors file: {e}") from e
+        header, start = read_header(path)
         with path.open("rb") as opened:
             data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size])
         metadata = header.pop("__metadata__", {})
         for key, value in (expected or {}).items():
             if metadata.get(key) != value:
@@ -187,7 +198,7 @@ class TensorFile:
                 data,
                 dtype=_NUMPY[entry["dtype"]],
                 count=int(np.prod(entry["shape"], dtype=np.int64)),
-                offset=8 + size + entry["data_offsets"][0],
+                offset=start + entry["data_offsets"][0],
             ).reshape(entry["shape"])
             for name, entry in header.items()
             if not name.startswith("_fill_")
