@@ -1,12 +1,14 @@
 """The goldens of one block: what the reference computes for given inputs and cache rows.
 
-A case's arrays are input.*, output.* and tap.*; taps are in the checkpoint's layout. Inputs are
-rounded to the types in which the graph reads them before the reference sees them.
+A case's arrays are input.*, output.*, tap.*, and regrid.* (see export.regrid). Taps are in the
+checkpoint's layout, with keys laid out as the graph has them: those that a query does not see have
+the score MASKED and probability 0. Inputs are rounded to the types in which the graph reads them
+before the reference sees them.
 """
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +17,11 @@ from torch import Tensor
 
 from export.attention import LatentRows, Taps, causal_mask
 from export.block import Block
+from export.checkpoint import Checkpoint
 from export.feedforward import MoE
-from export.layer_weights import to_numpy
+from export.layer_weights import LayerPacker, to_numpy
 from export.layers import Form
+from export.regrid import regrid
 from export.rounded import round_bf16
 from graphs.config import ModelConfig
 from graphs.ops import MASKED
@@ -61,12 +65,20 @@ def as_stored(x: Tensor, precision: Precision) -> Tensor:
 class BlockGolden:
     """Makes the cases of one layer. cos, sin: the rope tables [positions, R/2]."""
 
+    checkpoint: Checkpoint
     block: Block
     layer: int
-    config: ModelConfig
     precision: Precision
     cos: Tensor
     sin: Tensor
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.checkpoint.config
+
+    @property
+    def packer(self) -> LayerPacker:
+        return LayerPacker(self.checkpoint, Form.of(self.precision), self.layer)
 
     @property
     def activation(self) -> torch.dtype:
@@ -95,14 +107,31 @@ class BlockGolden:
         if isinstance(self.block.mlp, MoE):
             bias = self.block.mlp.gate.e_score_correction_bias
             arrays |= {} if bias is None else {"bias": bias}
-        left_out = {"k_nope", "keys", "values"}  # the graphs have none
-        if batch > 1:
-            left_out |= {"scores", "probabilities"}  # of unequal lengths
-        for name in (n for n in results[0] if n not in left_out):
+        for taps, length in zip(results, lengths, strict=True):
+            for name, hidden in (("scores", MASKED), ("probabilities", 0.0)):
+                taps[name] = _laid_out(taps[name], length, stride, hidden)
+        for name in (n for n in results[0] if n not in REFERENCE_ONLY):
             arrays[f"tap.{name}"] = torch.cat([taps[name] for taps in results])
         graph = self.config.block_type(self.layer)
-        metadata = {"graph": graph, "layer": str(self.layer)}
-        return Case(f"{graph}_{self.layer:03d}_{mode}", metadata, arrays)
+        if mode == "prefill":
+            arrays |= self._regrids({m: m for m in self._linears(graph)})
+        return Case(f"{graph}_{self.layer:03d}_{mode}", self._metadata(graph, mode), arrays)
+
+    def _linears(self, graph: str) -> list[str]:
+        """The block's packed linear layers; `attention` is W_UK and W_UV together."""
+        low_rank = self.config.q_lora_rank is not None
+        first = ["qkv_a", "q_b"] if low_rank else ["qkv"]
+        mlp = "mlp" if graph == "dense" else "shared"
+        attention = [f"attention.{name}" for name in (*first, "o")]
+        return ["attention", *attention, f"{mlp}.gate_up", f"{mlp}.down"]
+
+    def _regrids(self, modules: Mapping[str, str]) -> Arrays:
+        """`export.regrid` of packed modules, by their name in the graph."""
+        ratios = {name: regrid(self.packer, module) for name, module in modules.items()}
+        return {f"regrid.{name}": r for name, r in ratios.items() if r is not None}
+
+    def _metadata(self, graph: str, mode: str) -> dict[str, str]:
+        return {"graph": graph, "layer": str(self.layer), "mode": mode}
 
     def _run(self, x_1SD: Tensor, rows_1TW: Tensor, positions_1S: Tensor) -> Taps:
         """Everything that the reference computes for one sequence."""
@@ -129,26 +158,57 @@ class BlockGolden:
             }
         return outputs
 
-    def experts_case(self, block_case: Arrays) -> Case:
-        """The experts graph on the first experts of a case of this block, its last slot unused."""
+    def experts_cases(self, mode: str, block_case: Arrays) -> Iterator[Case]:
+        """The experts graph on all experts of a case of this block, the last slot unused.
+
+        A case starts from the sum with which the one before it ended, so the last ends with y.
+        """
         moe = self.block.mlp
         assert isinstance(moe, MoE)
         h, acc = block_case["output.h"], block_case["output.acc"]
         chosen, weights = block_case["output.experts"], block_case["output.expert_weights"]
-        used = torch.unique(chosen).tolist()[: SLOTS - 1]
-        arrays = {"input.h": h, "input.acc": acc}
-        result = acc.clone()
-        for slot in range(SLOTS):
-            rows, gates = torch.tensor([0]), torch.zeros(1, 1)
-            if slot < len(used):
-                rows, columns = torch.where(chosen == used[slot])
-                gates = weights[rows, columns, None]
-                result[rows] += moe.experts[used[slot]](h[rows].float()) * gates
-            arrays |= {f"input.rows_{slot}": rows, f"input.gates_{slot}": gates}
-        arrays["slot_experts"] = torch.tensor((used + [used[0]] * SLOTS)[:SLOTS])
-        arrays["output.acc_out"] = result
-        metadata = {"graph": "experts", "layer": str(self.layer)}
-        return Case(f"experts_{self.layer:03d}", metadata, arrays)
+        experts = torch.unique(chosen).tolist()
+        for number, start in enumerate(range(0, len(experts), SLOTS - 1)):
+            used = experts[start : start + SLOTS - 1]
+            arrays = {"input.h": h, "input.acc": acc}
+            acc = acc.clone()
+            for slot in range(SLOTS):
+                rows, gates, taps = torch.tensor([0]), torch.zeros(1, 1), Taps()
+                expert = used[min(slot, len(used) - 1)]
+                if slot < len(used):
+                    rows, columns = torch.where(chosen == expert)
+                    gates = weights[rows, columns, None]
+                output = moe.experts[expert](h[rows].float(), taps)
+                if slot < len(used):
+                    acc[rows] += output * gates
+                taps["output"] = output
+                arrays |= {f"input.rows_{slot}": rows, f"input.gates_{slot}": gates}
+                for name in ("gate", "up", "product", "output"):
+                    arrays[f"tap.slots.{slot}.{name}"] = taps[name]
+            slots = [used[min(slot, len(used) - 1)] for slot in range(SLOTS)]
+            arrays["slot_experts"] = torch.tensor(slots)
+            arrays |= self._regrids(
+                {
+                    f"slots.{slot}.{part}": f"experts.{expert}.{part}"
+                    for slot, expert in enumerate(slots)
+                    for part in ("gate_up", "down")
+                }
+            )
+            arrays["output.acc_out"] = acc
+            name = f"experts_{self.layer:03d}_{mode}_{number}"
+            yield Case(name, self._metadata("experts", mode), arrays)
+
+
+# What the graphs, which attend over the latent, have nothing to compare with.
+REFERENCE_ONLY = ("k_nope", "keys", "values")
+
+
+def _laid_out(keys: Tensor, length: int, stride: int, hidden: float) -> Tensor:
+    """[1,H,S,length+S] as [1,H,S,stride+S]: the step's own keys stand behind the whole stride."""
+    *sizes, new = *keys.shape[:3], keys.shape[3] - length
+    result = torch.full((*sizes, stride + new), hidden)
+    result[..., :length], result[..., stride:] = keys[..., :length], keys[..., length:]
+    return result.masked_fill(result < MASKED, hidden)
 
 
 def _mask(lengths: Sequence[int], new: int, stride: int) -> Tensor:

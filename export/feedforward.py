@@ -91,5 +91,6 @@ class MoE(nn.Module):
         tap(taps, "routed", routed)
         own: Taps = {}
         shared = tap(taps, "shared", self.shared_experts(h_BSD, own))
-        tap(taps, "shared_product", own["product"])
+        for name in ("gate", "up", "product"):
+            tap(taps, f"shared_{name}", own[name])
         return routed.to(h_BSD.dtype).view_as(h_BSD) + shared

@@ -3,7 +3,8 @@
     golden/<block>_<layer>_<mode>.safetensors   input.*, output.*, tap.* of one layer's block: every
                                                 layer's prefill; chunk and decode of the first
                                                 layer of each type
-    golden/experts_<layer>.safetensors          eight slots of the first MoE layer's experts
+    golden/experts_<layer>_<mode>_<n>.safetensors  the experts that these cases of the first MoE
+                                                layer choose, by runs of the experts graph
     golden/head.safetensors
     golden/end_to_end.safetensors               prompt_ids, logits of every position, cache rows of
                                                 all layers, the greedy tokens that follow, and by
@@ -52,7 +53,7 @@ def write_goldens(checkpoint: Checkpoint, build: Path) -> list[Path]:
     """
     spec = matching_spec(checkpoint, build)
     model = rounded_reference(checkpoint, spec.precision)
-    return write_cases(spec, build, _Golden.make(model, spec.precision).cases())
+    return write_cases(spec, build, _Golden.make(checkpoint, model, spec.precision).cases())
 
 
 def prompt_ids(vocab_size: int, bos: int, length: int) -> Tensor:
@@ -63,6 +64,7 @@ def prompt_ids(vocab_size: int, bos: int, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Golden:
+    checkpoint: Checkpoint
     model: ReferenceModel
     precision: Precision
     prompt: Tensor  # [1, PROMPT_LENGTH]
@@ -70,28 +72,23 @@ class _Golden:
     taps: list[Taps]  # of the prompt's prefill, by layer
 
     @classmethod
-    def make(cls, model: ReferenceModel, precision: Precision) -> "_Golden":
+    def make(cls, checkpoint: Checkpoint, model: ReferenceModel, precision: Precision) -> "_Golden":
         config = model.config
         prompt = prompt_ids(config.vocab_size, config.bos_token_id, PROMPT_LENGTH)
         taps: list[Taps] = [{} for _ in range(config.num_hidden_layers)]
-        return cls(model, precision, prompt, model(prompt, taps=taps), taps)
+        return cls(checkpoint, model, precision, prompt, model(prompt, taps=taps), taps)
 
     def cases(self) -> Iterator[Case]:
         config = self.model.config
         for layer in range(config.num_hidden_layers):
-            golden = BlockGolden(
-                self.model.block(layer),
-                layer,
-                config,
-                self.precision,
-                self.model.cos,
-                self.model.sin,
-            )
+            block, tables = self.model.block(layer), (self.model.cos, self.model.sin)
+            golden = BlockGolden(self.checkpoint, block, layer, self.precision, *tables)
             first = layer in (0, config.first_k_dense_replace)
             cases = [self.block_case(golden, mode) for mode in (MODES if first else MODES[:1])]
             yield from cases
             if first and config.block_type(layer) == "moe":
-                yield golden.experts_case(cases[0].arrays)
+                for mode, case in zip(MODES, cases, strict=True):
+                    yield from golden.experts_cases(mode, case.arrays)
         yield Case("head", {"graph": "head"}, self.head_case())
         yield Case("end_to_end", {"graph": "chain"}, self.end_to_end())
 

@@ -4,7 +4,7 @@
     golden/moe_<layer>_prefill      16 tokens from nothing
     golden/<block>_<layer>_decode   one token on 1,000 cached rows of a stride of 1,024, as the
                                     runtime's cache lays out a batch: the last rows are masked
-    golden/experts_<layer>          eight slots of the first MoE layer's experts
+    golden/experts_<layer>_prefill_0    one run of the first MoE layer's experts
     golden/head
 
 There is no end-to-end golden: that would take the whole model. The residual stream has a deviation
@@ -42,7 +42,7 @@ def _cases(checkpoint: Checkpoint, spec: BuildSpec) -> Iterator[Case]:
     tables = rope_tables(config)
     for layer in range(config.num_hidden_layers):
         block = rounded_block(checkpoint, layer, precision)
-        yield from _layer(BlockGolden(block, layer, config, precision, *tables))
+        yield from _layer(BlockGolden(checkpoint, block, layer, precision, *tables))
     hidden = torch.randn(HEAD_ROWS, config.hidden_size, generator=torch.Generator().manual_seed(0))
     logits = rounded_head(checkpoint, precision)(hidden)
     arrays = {"input.hidden": hidden, "output.logits": logits}
@@ -58,7 +58,7 @@ def _layer(golden: BlockGolden) -> Iterator[Case]:
     yield prefill
     yield golden.case("decode", x[:, :1], rows, [rows.shape[1]], STRIDE)
     if golden.layer == config.first_k_dense_replace:
-        yield golden.experts_case(prefill.arrays)
+        yield next(golden.experts_cases("prefill", prefill.arrays))
 
 
 def _rows(golden: BlockGolden, count: int, generator: torch.Generator) -> Tensor:

@@ -84,9 +84,9 @@ class LayerPacker:
             sources = self._WIDE[module].items()
             return {part: [self._wide(source)] for part, source in sources if self._has(source)}
         if self.form.fp8:
-            tensors = self._fp8_linear(self._sources(module))
+            tensors = self._fp8_linear(self.sources(module))
             return {part: [tensor] for part, tensor in tensors.items()}
-        return {"weight": self._wide_linear(self._sources(module))}
+        return {"weight": self._wide_linear(self.sources(module))}
 
     def tensors(self, module: str) -> dict[str, Tensor]:
         """The same as whole tensors."""
@@ -99,7 +99,7 @@ class LayerPacker:
         elif module in self._WIDE:
             names = [source for source in self._WIDE[module].values() if self._has(source)]
         else:
-            names = [f"{source.name}.weight" for source in self._sources(module)]
+            names = [f"{source.name}.weight" for source in self.sources(module)]
         return [stored for n in names for stored in self.checkpoint.sources(self.prefix + n)]
 
     _WIDE = {  # noqa: RUF012 - a constant table
@@ -110,7 +110,8 @@ class LayerPacker:
         "gate": {"weight": "mlp.gate.weight", "bias": "mlp.gate.e_score_correction_bias"},
     }
 
-    def _sources(self, module: str) -> list[Source]:
+    def sources(self, module: str) -> list[Source]:
+        """The linear layers of the checkpoint that a packed one is made of, in order."""
         match module.split("."):
             case ["attention", "qkv_a"]:
                 return [Source("self_attn.q_a_proj"), self._latent()]

@@ -40,6 +40,7 @@ from graphs.spec import (
     TensorSpec,
     config_hash,
 )
+from graphs.taps import find_taps
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ def export_graphs(raw_config: dict[str, Any], precision: Precision, build: Path)
             hashlib.sha256(content).hexdigest(),
             tuple(_tensor_spec(v) for v in model.graph.input),
             tuple(_tensor_spec(v) for v in model.graph.output),
+            find_taps(model, config),
         )
     spec = BuildSpec(precision, raw_config, config_hash(raw_config), graphs)
     spec.save(build)

@@ -1,4 +1,4 @@
-"""`python -m graphs describe|parity|verify|compile|table`."""
+"""`python -m graphs describe|parity|report|standalone|verify|lint|compile|table`."""
 
 import json
 from collections.abc import Callable
@@ -11,18 +11,24 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from graphs.accounting import Account, Figures
-from graphs.cli import make_app, progress_bar, run
+from graphs.activation_budget import excesses
+from graphs.cli import make_app, progress_bar, run, wide_console
 from graphs.compile import Step, compile_build
 from graphs.config import load_config
 from graphs.engine_table import engine_table
+from graphs.lint import RULES, lint_build
 from graphs.manifest import MODES, EngineRecord, Manifest, Profile
-from graphs.parity import graph_parity, print_parity
+from graphs.parity import graph_parity
+from graphs.ranges import golden_findings
+from graphs.replay import graph_cases
+from graphs.report.merge import merge
+from graphs.report.page import save_page
+from graphs.report.terminal import failures, show, summary
 from graphs.spec import GRAPHS, BuildSpec, GraphName
+from graphs.standalone import write_standalone
 from graphs.targets import TARGETS, CompileError
 from graphs.tensorfile import TensorFile
 from graphs.tensorrt import Compiler, TensorRTError
-
-WIDTH = 120  # of tables where there is no terminal to fill
 
 app = make_app("The contract between export and runtime: models, graphs and engines.")
 
@@ -42,7 +48,7 @@ def describe(
     if as_json:
         print(json.dumps(account.as_dict(), indent=1, ensure_ascii=False))
         return
-    console = _console()
+    console = wide_console()
     console.print(_parameter_table(account))
     values = account.cache_values
     console.print(f"active per token, with lm_head: {account.active_parameters_per_token:,}")
@@ -61,9 +67,55 @@ def parity(
     ],
     threads: Annotated[int, typer.Option(help="ONNX Runtime's threads; 0: one per core.")] = 0,
 ) -> None:
-    """Replay each graph's goldens in plain ONNX Runtime; exit status 1 past tolerance."""
-    if not print_parity(f"{build}: each graph alone", graph_parity(build, threads)):
+    """Replay each graph's goldens in plain ONNX Runtime, tap by tap; exit status 1 past tolerance.
+
+    What was found goes to BUILD/parity/graphs.json, of which `report` makes a page.
+    """
+    fragment = graph_parity(build, threads)
+    fragment.save(build)
+    if not show(wide_console(), fragment):
         raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    builds: Annotated[
+        list[Path],
+        typer.Argument(help="Build folders of one model on which both parity commands ran."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")],
+) -> None:
+    """What the parity runs of these builds found, in one report; exit status 1 where one failed."""
+    found = merge(builds)
+    paths = found.save(out), save_page(found, out)
+    console = wide_console()
+    console.print(summary(found))
+    for line in (*failures(found), *map(str, paths)):
+        console.print(line, soft_wrap=True)
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def standalone(
+    build: Annotated[
+        Path, typer.Argument(help="A build folder with goldens: build/MODEL/PRECISION.")
+    ],
+    graph: Annotated[GraphName, typer.Argument(metavar="TYPE", help=f"{', '.join(GRAPHS)}.")],
+    layer: Annotated[
+        int | None, typer.Option(help="The layer whose weights it gets; none for head.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The folder to write, instead of BUILD/standalone/TYPE_LAYER."),
+    ] = None,
+    case: Annotated[
+        str | None,
+        typer.Option(help="The golden, as dense_000_decode, instead of the layer's first by name."),
+    ] = None,
+) -> None:
+    """A graph with one layer's weights and its golden for Polygraphy, and what to run on it."""
+    print(write_standalone(build, graph, layer, out, case).script)
 
 
 @app.command()
@@ -76,6 +128,29 @@ def verify(
         for path in progress.track(files, description="verifying"):
             TensorFile.open(path).verify()
     print(f"{build}: {len(files)} files are as they were written")
+
+
+@app.command()
+def lint(
+    build: Annotated[
+        Path, typer.Argument(help="A build folder with spec.json: build/MODEL/PRECISION.")
+    ],
+) -> None:
+    """Hold every graph against the rules that keep engines fast; exit status 1 where one is broken.
+
+    Warns of what 16 bits or an FP8 scale would lose of the values in the goldens, if there are any.
+    """
+    findings = lint_build(build)
+    goldens = graph_cases(build, BuildSpec.load(build)) if (build / "golden").exists() else []
+    warnings = [warning for golden in goldens for warning in golden_findings(golden)]
+    for line in (*(f"warning: {w}" for w in warnings), *(f"error: {f}" for f in findings)):
+        print(line)
+    ranges = f"{len(warnings)} range warnings in {len(goldens)} goldens"
+    if not goldens:
+        ranges = "no goldens, so no ranges; make them with `python -m export golden`"
+    print(f"{build}: {len(RULES)} rules, {len(GRAPHS)} graphs, {len(findings)} errors; {ranges}")
+    if findings:
+        raise typer.Exit(1)
 
 
 @app.command("compile")
@@ -109,7 +184,7 @@ def compile_command(
     ] = None,
 ) -> None:
     """Engines from a build folder's graphs, in BUILD/COMPILER-SM-PROFILE/, with manifest.json."""
-    console = _console()
+    console = wide_console()
     with _Display(console) as display:
         manifest = compile_build(
             build,
@@ -121,6 +196,10 @@ def compile_command(
         )
     console.print(_engine_table(manifest))
     console.print(f"{build / manifest.folder}", soft_wrap=True)
+    spec = BuildSpec.load(build)
+    for name, engine in manifest.engines.items():
+        for excess in excesses(spec, name, engine, manifest.profile):
+            console.print(f"warning: {excess}", soft_wrap=True)
     if missing := [name for name in GRAPHS if name not in manifest.engines]:
         console.print(f"not built, or no longer of their ONNX file: {', '.join(missing)}")
 
@@ -227,11 +306,6 @@ def _parameter_table(account: Account) -> Table:
         row(component.name, account.figures([component]))
     row("model", account.model, "bold")
     return table
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH)
 
 
 def _mb(size: int | None) -> str:

@@ -31,6 +31,12 @@ def make_app(summary: str) -> typer.Typer:
     )
 
 
+def wide_console() -> Console:
+    """For tables: as wide as the terminal, and 120 columns where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
 def progress_bar(*columns: ProgressColumn) -> Progress:
     """On standard error, gone when done; nothing where that is no terminal.
 

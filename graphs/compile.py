@@ -1,4 +1,6 @@
-"""A build folder's graphs to engines: checks the target, derives the profiles, builds, records.
+"""A build folder's graphs to engines: checks the target and the graphs, builds, records.
+
+A graph that breaks a rule of `graphs.lint` is refused before TensorRT sees it.
 
 Each engine is built in a fresh process, two at a time: Polygraphy fixes its flavour at import, a
 builder that aborts takes only its own process along, and its peak memory is its own. Nothing is
@@ -21,10 +23,12 @@ from pathlib import Path
 
 import onnx
 
+from graphs.activation_budget import activation_budget
+from graphs.lint import lint_model
 from graphs.manifest import MODES, EngineRecord, Manifest, Mode, Profile
 from graphs.passes.inline import inline
 from graphs.shapes import check_profile, input_bounds
-from graphs.spec import GRAPHS, BuildError, BuildSpec, GraphName
+from graphs.spec import GRAPHS, BuildError, BuildSpec, GraphName, GraphSpec
 from graphs.targets import CompileError, resolve_target
 from graphs.tensorrt import Bounds, Compiler, Engine, TensorRTError, build_engine, versions
 
@@ -69,7 +73,7 @@ def compile_build(
     """Build the engines of `graphs` and return the folder's new manifest.
 
     Raises BuildError where the build folder is not whole, CompileError where target or profile
-    cannot be, or a build fails.
+    cannot be, a graph breaks a rule, or a build fails.
     """
     profile = profile or Profile()
     spec = BuildSpec.load(build)
@@ -87,18 +91,30 @@ def compile_build(
         for graph in GRAPHS
         if graph in graphs
     }
+    _refuse_slow(jobs)
     records: dict[GraphName, EngineRecord] = {}
     engines: dict[GraphName, bytes] = {}
 
     def progress(graph: GraphName, event: Step | _Built) -> None:
         if isinstance(event, _Built):
             engines[graph] = event.engine.data
-            records[graph] = _record(graph, spec.graphs[graph].sha256, jobs[graph], event)
+            budget = {m: activation_budget(spec, graph, m, profile) for m in MODES}
+            records[graph] = _record(spec.graphs[graph], jobs[graph], event, budget)
         report(graph, event if isinstance(event, Step) else records[graph])
 
     _build_all(jobs, progress)
     manifest = Manifest(compiler, f"sm{sm}", profile, records)
     return _write(build / manifest.folder, manifest, engines, spec)
+
+
+def _refuse_slow(jobs: Mapping[GraphName, _Job]) -> None:
+    """Raises CompileError where a graph breaks a rule, BuildError where a file is no graph."""
+    findings = [
+        f for graph, job in jobs.items() for f in lint_model(graph, job.onnx_bytes, job.shapes)
+    ]
+    if findings:
+        more = f"; and {len(findings) - 1} more" if findings[1:] else ""
+        raise CompileError(f"{findings[0]}{more} (`python -m graphs lint` lists all)")
 
 
 def _build_all(
@@ -170,16 +186,17 @@ def _peak_resident_bytes() -> int:
     return int(peak.split()[1]) * 1024
 
 
-def _record(graph: GraphName, onnx_sha256: str, job: _Job, built: _Built) -> EngineRecord:
+def _record(graph: GraphSpec, job: _Job, built: _Built, budget: dict[Mode, int]) -> EngineRecord:
     engine = built.engine
     return EngineRecord(
-        file=f"{graph}.engine",
+        file=f"{graph.name}.engine",
         sha256=hashlib.sha256(engine.data).hexdigest(),
         bytes=len(engine.data),
-        onnx_sha256=onnx_sha256,
+        onnx_sha256=graph.sha256,
         versions=built.versions,
         shapes=job.shapes,
         activation_bytes=dict(zip(MODES, engine.activation_bytes, strict=True)),
+        budget_bytes=budget,
         weight_bytes=engine.weight_bytes,
         matmul_inputs_as_parsed=engine.matmul_inputs,
         seconds=built.seconds,

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 from graphs.spec import BuildError, GraphName
 from graphs.tensorrt import Bounds, Compiler
 
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
 
 Mode = Literal["decode", "prefill"]
 MODES: tuple[Mode, ...] = get_args(Mode)  # a mode's place is its profile's index in the engine
@@ -42,7 +42,8 @@ class EngineRecord:
     """One engine file: what it was made from and by, what it accepts, what building it showed.
 
     `shapes` bounds every dynamic input as (least, usual, greatest). `activation_bytes` and
-    `weight_bytes` are the builder's own figures, None where it logged none.
+    `weight_bytes` are the builder's own figures, None where it logged none; `budget_bytes` is what
+    the first may be where nothing is copied (graphs/activation_budget.py).
     `matmul_inputs_as_parsed` are the types of the parsed network: those of the built engine need a
     GPU to read.
     """
@@ -54,6 +55,7 @@ class EngineRecord:
     versions: dict[str, str]
     shapes: dict[Mode, dict[str, Bounds]]
     activation_bytes: dict[Mode, int | None]
+    budget_bytes: dict[Mode, int]
     weight_bytes: int | None
     matmul_inputs_as_parsed: dict[str, tuple[str, ...]]
     seconds: float

@@ -1,14 +1,14 @@
-"""How two tensors, and two routings, are compared: the same way in every parity table."""
+"""How two tensors are compared, and what is accepted: the same way in every parity report."""
 
-import math
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
-from graphs.gates import BEST_OF_GROUP, GroupScore
-from graphs.spec import Precision
-from graphs.tensorfile import Array
+from graphs.findings import MODES, Comparison, Kind, Metric, Mode
+from graphs.ops import MASKED
+from graphs.spec import GRAPHS, GraphSpec, Precision, TapSpec
+from graphs.taps import by_token
+from graphs.tensorfile import Array, TensorFile
 
 # Largest accepted max|a−b|/max|b| (fp32) or relative RMS (others).
 FP32_OUTPUT, FP32_ROWS = 1e-5, 5e-6
@@ -22,114 +22,131 @@ TIE_MARGIN: dict[Precision, float] = {"fp32": 1e-5, "bf16": 2e-2, "fp8": 2e-3}
 
 
 @dataclass(frozen=True)
-class Row:
-    """One tensor's line of a parity table."""
+class Limit:
+    """The largest error accepted, and which error it holds for."""
 
-    case: str
-    tensor: str
-    max_error: float  # max|a−b| / max|b|
-    rms_error: float  # ‖a−b‖ / ‖b‖
-    limit: float
-    passed: bool
+    metric: Metric
+    value: float
     remark: str = ""
 
-    @property
-    def compared(self) -> bool:
-        """Whether anything was; a line of `not_run` only says what was not."""
-        return not math.isnan(self.limit)
 
-
-def not_run(case: str, remark: str) -> Row:
-    """A line for what a build has no golden of, so that the table does not keep quiet about it."""
-    return Row(case, "", math.nan, math.nan, math.nan, True, remark)
-
-
-def compare(
-    case: str,
-    tensor: str,
-    found: Array,
-    expected: Array,
-    precision: Precision,
-    remark: str = "",
-    free: bool = False,
-) -> Row:
-    """Errors over the whole tensor, in float64; a value that is not finite fails.
-
-    `free`: whether it was computed on the graph's own activations all along.
-    """
-    a, b = found.astype(np.float64), expected.astype(np.float64)
-    if a.shape != b.shape:
-        raise ValueError(f"{case} {tensor}: shape {b.shape} expected, found {a.shape}")
-    difference = np.abs(a - b)
-    max_error = float(difference.max(initial=0)) / max(float(np.abs(b).max(initial=0)), 1e-30)
-    rms_error = float(np.linalg.norm(difference)) / max(float(np.linalg.norm(b)), 1e-30)
+def limit_for(precision: Precision, tensor: str, free: bool = False) -> Limit:
+    """`free`: whether an fp8 graph ran on its own activations all along."""
     if precision == "fp32":
-        limit = FP32_ROWS if tensor in ("new", "rows") else FP32_OUTPUT
-        passed = max_error <= limit
-    else:
-        limit = RMS[precision]
-        if free and precision == "fp8":
-            limit, remark = FP8_FREE, ", ".join(filter(None, (remark, "free-running")))
-        passed = rms_error <= limit
-    return Row(case, tensor, max_error, rms_error, limit, passed, remark)
+        return Limit("max", FP32_ROWS if tensor in ("new", "rows") else FP32_OUTPUT)
+    if precision == "fp8" and free:
+        return Limit("rms", FP8_FREE, "free-running")
+    return Limit("rms", RMS[precision])
 
 
 @dataclass(frozen=True)
-class Groups:
-    """Of experts: how many there are, and how many of them may serve a token."""
+class Case:
+    """One golden and how it is replayed. fed: FP8 linear layers read the reference's inputs."""
 
-    count: int
-    kept: int
-    score: GroupScore
+    name: str
+    graph: str
+    layer: int | None
+    mode: Mode | None
+    fed: bool = False
+
+    @classmethod
+    def of(cls, golden: TensorFile, fed: bool = False) -> "Case":
+        m = golden.metadata
+        layer = int(m["layer"]) if "layer" in m else None
+        mode = next((known for known in MODES if known == m.get("mode")), None)
+        return cls(golden.path.stem, m["graph"], layer, mode, fed)
 
 
-def compare_routing(
-    case: str,
-    found: tuple[Array, Array],
-    expected: tuple[Array, Array],
-    choice_ME: Array,
-    groups: Groups,
-    precision: Precision,
-) -> tuple[list[Row], Array]:
-    """Rows for experts [M,K] and their weights [M,K], and which tokens chose the same experts [M].
+@dataclass(frozen=True)
+class Subject:
+    """The tensor of a case that a comparison is of."""
 
-    Experts are compared as sets. A difference between experts whose scores for choosing
-    (`choice_ME`, bias included), or between groups whose scores, lie within the precision's noise
-    is a tie, not an error.
+    case: Case
+    tap: str
+    symbol: str
+    order: int
+    kind: Kind
+
+    @classmethod
+    def of(cls, case: Case, graph: GraphSpec, tap: TapSpec) -> "Subject":
+        """Taps of the graphs are ordered as the graphs are run."""
+        outputs = {t.name for t in graph.outputs}
+        order = 1000 * (1 + GRAPHS.index(graph.name)) + graph.taps.index(tap)
+        kind: Kind = "output" if tap.name in outputs else "tap"
+        return cls(case, tap.name, tap.symbol, order, kind)
+
+    def judged(
+        self,
+        limit: Limit,
+        max_error: float,
+        rms_error: float,
+        passed: bool,
+        worst: list[int] | None = None,
+        positions: list[float] | None = None,
+        remark: str = "",
+    ) -> Comparison:
+        return Comparison(
+            case=self.case.name,
+            graph=self.case.graph,
+            layer=self.case.layer,
+            mode=self.case.mode,
+            tap=self.tap,
+            symbol=self.symbol,
+            order=self.order,
+            kind=self.kind,
+            fed=self.case.fed,
+            max_error=max_error,
+            rms_error=rms_error,
+            metric=limit.metric,
+            limit=limit.value,
+            passed=passed,
+            worst=worst or [],
+            positions=positions or [],
+            remark=", ".join(filter(None, (remark, limit.remark))),
+        )
+
+
+def compare(
+    subject: Subject,
+    found: Array,
+    expected: Array,
+    limit: Limit,
+    tap: TapSpec | None = None,
+    remark: str = "",
+) -> Comparison:
+    """Errors over the whole tensor, in float64; a value that is not finite fails.
+
+    Both are in the reference's layout, of which `tap` tells the token axes. Masked scores are
+    compared for being masked: a key that only one of both masks fails. Raises ValueError where the
+    shapes differ.
     """
-    same = np.array([set(a) == set(b) for a, b in zip(found[0], expected[0], strict=True)])
-    worst = 0.0
-    for row in np.flatnonzero(~same):
-        chosen = (set(experts[row].tolist()) for experts in (found[0], expected[0]))
-        worst = max(worst, *(_distance(c, choice_ME[row], groups) for c in chosen))
-    ties, passed = int((~same).sum()), worst <= TIE_MARGIN[precision]
-    remark = f"{ties} of {len(same)} tokens tied within {worst:.1e}" if ties else "same experts"
-    rows = [Row(case, "experts", worst, worst, TIE_MARGIN[precision], passed, remark)]
-    ordered = [
-        np.take_along_axis(weights, np.argsort(experts, axis=-1), axis=-1)[same]
-        for experts, weights in (found, expected)
-    ]
-    rows.append(compare(case, "expert_weights", ordered[0], ordered[1], precision))
-    return rows, same
+    a, b = found.astype(np.float64), expected.astype(np.float64)
+    if a.shape != b.shape:
+        raise ValueError(
+            f"{subject.case.name} {subject.tap}: shape {b.shape} expected, found {a.shape}"
+        )
+    masked_a, masked_b = a <= MASKED / 2, b <= MASKED / 2
+    a, b = np.where(masked_a, 0.0, a), np.where(masked_b, 0.0, b)
+    differing = int((masked_a != masked_b).sum())
+    if differing:
+        remark = ", ".join(filter(None, (remark, f"{differing} keys masked by one of both only")))
+    difference = np.abs(a - b)
+    max_error = float(difference.max(initial=0)) / max(float(np.abs(b).max(initial=0)), 1e-30)
+    rms_error = relative_rms(a, b)
+    error = max_error if limit.metric == "max" else rms_error
+    worst = np.unravel_index(difference.argmax(), difference.shape) if difference.size else ()
+    positions: list[float] = []
+    if tap is not None and (rows := by_token(tap, difference)) is not None:
+        norms = np.linalg.norm(by_token(tap, b), axis=1)  # type: ignore[arg-type]
+        least = max(float(np.sqrt(np.mean(norms**2))) * 1e-6, 1e-30)
+        positions = (np.linalg.norm(rows, axis=1) / np.maximum(norms, least)).tolist()
+    passed = error <= limit.value and not differing
+    return subject.judged(
+        limit, max_error, rms_error, passed, [int(i) for i in worst], positions, remark
+    )
 
 
-def _distance(chosen: set[int], choice_E: Array, groups: Groups) -> float:
-    """How much smaller some score is than one that it was preferred to: 0 for the right experts.
-
-    The smallest such gap over all selections of groups that might have been kept.
-    """
-    by_group = choice_E.reshape(groups.count, -1)
-    scores = np.sort(by_group, axis=-1)[:, -BEST_OF_GROUP[groups.score] :].sum(axis=-1)
-    least = math.inf
-    for kept in map(list, combinations(range(groups.count), groups.kept)):
-        left_out = np.delete(scores, kept).max(initial=-math.inf)
-        gap = max(0.0, float(left_out - scores[kept].min()))
-        allowed = np.full_like(by_group, -math.inf)
-        allowed[kept] = by_group[kept]
-        order = np.argsort(-allowed, axis=None, kind="stable")
-        swapped = list(chosen ^ set(order[: len(chosen)].tolist()))
-        if swapped:
-            values = allowed.ravel()[swapped]
-            gap = max(gap, float(values.max() - values.min()))
-        least = min(least, gap)
-    return least
+def relative_rms(found: Array, expected: Array) -> float:
+    """‖a−b‖ / ‖b‖, in float64."""
+    a, b = found.astype(np.float64), expected.astype(np.float64)
+    return float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(b)), 1e-30)

@@ -1,203 +1,206 @@
-"""Replay each graph's goldens alone, in plain ONNX Runtime on the CPU with no custom library."""
+"""Replay each graph's goldens alone, in plain ONNX Runtime on the CPU with no custom library.
 
-from dataclasses import dataclass
+Every tap is compared with the reference's, in the order of the dataflow, so that the first one that
+is off says where a fault lies. At fp8 a graph runs twice: with its linear layers fed the
+reference's own inputs, where every tap is compared, and freely, where the outputs are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import onnx
-from rich.console import Console
-from rich.table import Table
-
-from graphs.metrics import Groups, Row, compare, compare_routing
-from graphs.passes.feed_linears import feed_linears
-from graphs.session import open_session, run
-from graphs.spec import (
-    HEAD_FILE,
-    ROPE_FILE,
-    BuildError,
-    BuildSpec,
-    GraphSpec,
-    expert_weight,
-    layer_file,
+from graphs.findings import Comparison, FP8Stats, Fragment, RangeWarning, Routing
+from graphs.fp8_stats import activation_stats, weight_stats
+from graphs.hints import diagnose
+from graphs.hints.evidence import Evidence
+from graphs.metrics import Case, Limit, Subject, compare, limit_for
+from graphs.passes.feed_linears import FED
+from graphs.ranges import NORM_INPUTS, Role, range_findings
+from graphs.replay import (
+    ExpertOutput,
+    GraphReplay,
+    expected_tap,
+    golden_inputs,
+    graph_cases,
+    graph_weights,
 )
-from graphs.tensorfile import DTYPES, Array, TensorFile
+from graphs.routing import (
+    Groups,
+    agreed_weights,
+    bound_effect,
+    choice_scores,
+    compare_routing,
+    tie_limits,
+)
+from graphs.spec import BuildSpec, GraphName, GraphSpec
+from graphs.taps import to_graph
+from graphs.tensorfile import Array, TensorFile
+
+ROUTING = ("experts", "expert_weights")
 
 
-def graph_cases(build: Path, spec: BuildSpec) -> list[TensorFile]:
-    """The goldens of single graphs. Raises BuildError where there are none."""
-    files = sorted((build / "golden").glob("*.safetensors"))
-    cases = [TensorFile.open(p, spec.file_metadata(p.stem)) for p in files]
-    cases = [c for c in cases if c.metadata["graph"] in spec.graphs]
-    if not cases:
-        raise BuildError(f"{build}: no goldens; make them with `python -m export golden`")
-    return cases
-
-
-def graph_parity(build: Path, threads: int = 0) -> list[Row]:
-    """One row per output of every golden. Raises BuildError where the build is incomplete.
-
-    At fp8 a block runs twice: freely, and with its linear layers fed the reference's own inputs,
-    where what each would have read is a row as well.
-    """
+def graph_parity(build: Path, threads: int = 0) -> Fragment:
+    """All that the goldens of single graphs show. Raises BuildError."""
     spec = BuildSpec.load(build)
-    rows: list[Row] = []
-    graphs: dict[str, _Graph] = {}
-    for golden in graph_cases(build, spec):
-        name = next(name for name in spec.graphs if name == golden.metadata["graph"])
-        if name not in graphs:
-            graphs[name] = _Graph.open(build, spec, spec.graphs[name], threads)
-        rows += graphs[name].compare(golden)
-    return rows
-
-
-# Of each FP8 linear layer of a block, what the reference recorded of its input.
-LINEAR_INPUTS = {
-    "attention.qkv_a": "x_attn",
-    "attention.qkv": "x_attn",
-    "attention.q_b": "c_q_normed",
-    "attention.o": "mix",
-    "mlp.gate_up": "h",
-    "mlp.down": "product",
-    "shared.gate_up": "h",
-    "shared.down": "shared_product",
-}
-
-
-def linear_input(golden: TensorFile, module: str) -> Array:
-    """A linear layer's input in the reference, fp32 [M, K]."""
-    tap = golden[f"tap.{LINEAR_INPUTS[module]}"]
-    if module == "attention.o":  # [B,H,S,V]
-        tap = tap.transpose(0, 2, 1, 3)
-        tap = tap.reshape(*tap.shape[:2], -1)
-    return np.ascontiguousarray(tap.reshape(-1, tap.shape[-1]))
-
-
-@dataclass(frozen=True)
-class _Graph:
-    """One graph's session; at fp8, a block's second one and the modules that are fed in it."""
-
-    build: Path
-    spec: BuildSpec
-    graph: GraphSpec
-    session: Any
-    fed_session: Any
-    fed: tuple[str, ...]
-
-    @classmethod
-    def open(cls, build: Path, spec: BuildSpec, graph: GraphSpec, threads: int) -> "_Graph":
-        content = spec.onnx_bytes(build, graph.name)
-        session = open_session(spec, content, threads)
-        fed_session, fed = None, tuple[str, ...]()
-        if spec.precision == "fp8" and graph.name in ("dense", "moe"):
-            model, fed = feed_linears(onnx.load_from_string(content))
-            fed_session = open_session(spec, model.SerializeToString(), threads)
-        return cls(build, spec, graph, session, fed_session, fed)
-
-    def compare(self, golden: TensorFile) -> list[Row]:
-        inputs = _weights(self.build, self.spec, self.graph, golden) | golden_inputs(golden)
-        outputs = _outputs(self.graph, golden)
-        run(self.session, inputs, outputs)
-        if not self.fed:
-            return compare_outputs(golden, outputs, self.spec)
-        rows = compare_outputs(golden, outputs, self.spec, free=True)
-        expected = {module: linear_input(golden, module) for module in self.fed}
-        inputs |= {f"fed.{module}": array for module, array in expected.items()}
-        outputs = _outputs(self.graph, golden)
-        computed = {m: np.full_like(array, np.nan) for m, array in expected.items()}
-        run(self.fed_session, inputs, outputs | {f"computed.{m}": a for m, a in computed.items()})
-        case = f"{golden.path.stem}, fed"
-        for module, array in computed.items():
-            tensor = f"{module}'s input"
-            rows.append(compare(case, tensor, array, expected[module], self.spec.precision))
-        return rows + compare_outputs(golden, outputs, self.spec, case)
-
-
-def golden_inputs(golden: TensorFile) -> dict[str, Array]:
-    """What the golden's graph reads, weights and tables apart."""
-    prefix = "input."
-    return {n.removeprefix(prefix): a for n, a in golden.tensors.items() if n.startswith(prefix)}
-
-
-def compare_outputs(
-    golden: TensorFile,
-    outputs: dict[str, Array],
-    spec: BuildSpec,
-    case: str | None = None,
-    free: bool = False,
-) -> list[Row]:
-    """Rows for the outputs of one graph; routing is compared as sets.
-
-    `free`: whether an fp8 block ran on its own activations all along.
-    """
-    case = case or golden.path.stem
-    rows = []
-    for name, array in outputs.items():
-        if name not in ("experts", "expert_weights"):
-            expected = golden[f"output.{name}"]
-            rows.append(compare(case, name, array, expected, spec.precision, free=free))
-    if "experts" in outputs:
-        routing, _ = routing_rows(golden, outputs["experts"], outputs["expert_weights"], spec, case)
-        rows += routing
-    return rows
-
-
-def routing_rows(
-    golden: TensorFile, experts: Array, weights: Array, spec: BuildSpec, case: str | None = None
-) -> tuple[list[Row], Array]:
-    """`compare_routing` against a MoE golden."""
-    c = spec.config
-    return compare_routing(
-        case or golden.path.stem,
-        (experts, weights),
-        (golden["output.experts"], golden["output.expert_weights"]),
-        golden["tap.gate_scores"] + (golden["bias"] if c.has_gate_bias else 0),
-        Groups(c.n_group, c.topk_group, c.group_score or "max"),
-        spec.precision,
+    run = _Run(build, spec, threads, {g.path.stem: g for g in graph_cases(build, spec)})
+    for golden in run.goldens.values():
+        run.case(golden)
+    return Fragment(
+        model=build.resolve().parent.name,
+        precision=spec.precision,
+        config_sha256=spec.config_sha256,
+        source="graphs",
+        rows=run.rows,
+        routing=run.routing,
+        fp8=run.fp8,
+        ranges=run.ranges,
+        hints=diagnose(run.rows, run.evidence, run.other_layer),
     )
 
 
-def _weights(
-    build: Path, spec: BuildSpec, graph: GraphSpec, golden: TensorFile
-) -> dict[str, Array]:
-    if graph.name == "head":
-        file = TensorFile.open(build / HEAD_FILE, spec.file_metadata("head"))
-        return {t.name: file[t.name] for t in graph.weights}
-    layer = int(golden.metadata["layer"])
-    file = TensorFile.open(build / layer_file(layer), spec.file_metadata(f"layer {layer}"))
-    if graph.name == "experts":
-        names = {}
-        for weight in graph.weights:
-            slot = int(weight.name.split(".")[1])
-            names[weight.name] = expert_weight(weight.name, int(golden["slot_experts"][slot]))
-        return {name: file[source] for name, source in names.items()}
-    tables = TensorFile.open(build / ROPE_FILE, spec.file_metadata("rope"))
-    return {t.name: file[t.name] for t in graph.weights} | tables.tensors
+@dataclass
+class _Run:
+    """The graphs' sessions, opened when needed, and what was found so far."""
+
+    build: Path
+    spec: BuildSpec
+    threads: int
+    goldens: dict[str, TensorFile]
+    graphs: dict[GraphName, GraphReplay] = field(default_factory=dict)
+    rows: list[Comparison] = field(default_factory=list)
+    routing: list[Routing] = field(default_factory=list)
+    fp8: list[FP8Stats] = field(default_factory=list)
+    ranges: list[RangeWarning] = field(default_factory=list)
+
+    def graph(self, name: str) -> GraphReplay:
+        known = next(g for g in self.spec.graphs if g == name)
+        if known not in self.graphs:
+            self.graphs[known] = GraphReplay.open(self.build, self.spec, known, self.threads)
+        return self.graphs[known]
+
+    def case(self, golden: TensorFile) -> None:
+        replay = self.graph(golden.metadata["graph"])
+        case = Case.of(golden, fed=bool(replay.fed))
+        found = replay.run(golden)
+        self._compare(case, replay.graph, golden, found)
+        self._numbers(case, replay, golden, found)
+        if replay.free is not None:
+            self._compare(replace(case, fed=False), replay.graph, golden, replay.run_free(golden))
+
+    def evidence(self, case: str) -> Evidence:
+        """What a case that failed has to show; it is run again, with its taps kept."""
+        golden = self.goldens[case]
+        replay = self.graph(golden.metadata["graph"])
+        weights = graph_weights(self.build, self.spec, replay.graph, golden)
+        at = Case.of(golden, fed=bool(replay.fed))
+        return Evidence(self.spec, at, replay.graph, golden, replay.run(golden), weights)
+
+    def other_layer(self, case: str) -> int | None:
+        """The layer whose weights make the case pass, if one's do."""
+        golden, config = self.goldens[case], self.spec.config
+        replay, at = self.graph(golden.metadata["graph"]), Case.of(golden, fed=True)
+        if at.layer is None:
+            return None
+        for layer in range(config.num_hidden_layers):
+            if layer != at.layer and config.block_type(layer) == config.block_type(at.layer):
+                found = replay.run(golden, layer)
+                rows, _ = compare_taps(self.spec, at, replay.graph, golden, found)
+                if all(row.passed for row in rows):
+                    return layer
+        return None
+
+    def _compare(
+        self, case: Case, graph: GraphSpec, golden: TensorFile, found: dict[str, Array]
+    ) -> None:
+        rows, routing = compare_taps(self.spec, case, graph, golden, found)
+        self.rows += rows
+        if routing is not None:
+            assert case.layer is not None
+            output = self.graph("experts").expert_output(case.layer)
+            self.routing.append(with_bounds(routing, golden, found, output))
+
+    def _numbers(
+        self, case: Case, replay: GraphReplay, golden: TensorFile, found: dict[str, Array]
+    ) -> None:
+        """Ranges of all taps, and the scales of FP8 linear layers, the weights' once a layer."""
+        reads: dict[str, list[str]] = {}
+        for name, tap in replay.fed.items():
+            reads.setdefault(tap.name, []).append(name.removeprefix(FED))
+        for name in ("x", "hidden"):
+            if name in (inputs := golden_inputs(golden)):
+                self._range(case, name, inputs[name], "norm_input")
+        for tap in replay.graph.taps:
+            value = found[tap.name]
+            if tap.name in reads:
+                value = to_graph(tap, value)
+                self.fp8 += [activation_stats(case, m, value) for m in reads[tap.name]]
+            role: Role = "fp8_input" if tap.name in reads else "value"
+            self._range(case, tap.name, value, "norm_input" if tap.name in NORM_INPUTS else role)
+        if replay.fed and case.mode == "prefill":
+            weights = graph_weights(self.build, self.spec, replay.graph, golden)
+            for name in (n for n in weights if n.endswith(".scale")):
+                module = name.removesuffix(".scale")
+                self.fp8.append(
+                    weight_stats(case, module, weights[f"{module}.weight"], weights[name])
+                )
+
+    def _range(self, case: Case, tap: str, value: Array, role: Role) -> None:
+        for finding in range_findings(case.name, tap, value, role=role):
+            self.ranges.append(RangeWarning(case.name, tap, finding.rule, finding.text))
 
 
-def _outputs(graph: GraphSpec, golden: TensorFile) -> dict[str, Array]:
-    """Arrays of the right type for a graph's outputs, filled with NaN or −1."""
-    outputs = {}
-    for t in graph.outputs:
-        dtype = DTYPES[t.dtype][1]
-        fill = -1 if t.dtype == "int64" else np.nan
-        outputs[t.name] = np.full(golden[f"output.{t.name}"].shape, fill, dtype=dtype)
-    return outputs
-
-
-def print_parity(title: str, rows: list[Row]) -> bool:
-    """Print the table; returns whether every row is within its limit."""
-    table = Table(title=title)
-    for column in ("case", "tensor", "max|a−b|/max|b|", "relative RMS", "limit", "", "remark"):
-        table.add_column(
-            column, justify="left" if column in ("case", "tensor", "remark") else "right"
+def compare_taps(
+    spec: BuildSpec,
+    case: Case,
+    graph: GraphSpec,
+    golden: TensorFile,
+    found: Mapping[str, Array],
+) -> tuple[list[Comparison], Routing | None]:
+    """Rows of those taps of a graph that were found, and its routing where it has one."""
+    rows, routing = [], None
+    subjects = {t.name: Subject.of(case, graph, t) for t in graph.taps if t.name in found}
+    free = spec.precision == "fp8" and not case.fed and graph.name in ("dense", "moe")
+    for tap in (t for t in graph.taps if t.name in found and t.name not in ROUTING):
+        limit = limit_for(spec.precision, tap.name, free)
+        rows.append(
+            compare(subjects[tap.name], found[tap.name], expected_tap(golden, tap), limit, tap)
         )
-    for row in rows:
-        verdict = "ok" if row.passed else "[bold red]FAIL[/]"
-        errors = (f"{row.max_error:.1e}", f"{row.rms_error:.1e}", f"{row.limit:.0e}")
-        if not row.compared:
-            verdict, errors = "not run", ("", "", "")
-        table.add_row(row.case, row.tensor, *errors, verdict, row.remark)
-    console = Console()
-    (console if console.is_terminal else Console(width=120)).print(table)
-    return all(row.passed for row in rows)
+    if "experts" in found:
+        pairs = [(of["experts"], of["expert_weights"]) for of in (found, _outputs(golden))]
+        groups, choice = Groups.of(spec.config), choice_scores(golden, spec.config)
+        limits = tie_limits(golden, spec.config, spec.precision)
+        routing = compare_routing(case, pairs[0], pairs[1], choice, groups, limits)
+        rows.append(routing_row(subjects["experts"], routing, float(limits.max())))
+        own, reference = agreed_weights(pairs[0], pairs[1], routing.agree)
+        limit = limit_for(spec.precision, "expert_weights", free)
+        rows.append(compare(subjects["expert_weights"], own, reference, limit))
+    return rows, routing
+
+
+def routing_row(subject: Subject, routing: Routing, limit: float) -> Comparison:
+    """The routing's line among the taps: the widest margin of a token that chose otherwise."""
+    widest = max((tie.margin for tie in routing.ties), default=0.0)
+    remark = "same experts"
+    if routing.ties:
+        remark = f"{len(routing.ties)} of {routing.tokens} tokens differ, by margins ≤ {widest:.1e}"
+    passed = all(tie.passed for tie in routing.ties)
+    return subject.judged(Limit("max", limit), widest, widest, passed, remark=remark)
+
+
+def with_bounds(
+    routing: Routing, golden: TensorFile, found: Mapping[str, Array], output: ExpertOutput
+) -> Routing:
+    """The same with the most that each tie may do to its token's output."""
+    expected = _outputs(golden)
+    pairs = [(of["experts"], of["expert_weights"]) for of in (found, expected)]
+    y_MD = expected["y"].reshape(expected["h"].shape)
+    ties = [
+        replace(tie, bound=bound_effect(tie, pairs[0], pairs[1], expected["h"], y_MD, output))
+        for tie in routing.ties
+    ]
+    return replace(routing, ties=ties)
+
+
+def _outputs(golden: TensorFile) -> dict[str, Array]:
+    prefix = "output."
+    return {n.removeprefix(prefix): a for n, a in golden.tensors.items() if n.startswith(prefix)}

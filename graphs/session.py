@@ -4,7 +4,7 @@ bf16 and FP8 have no numpy type that ONNX Runtime takes, so tensors are handed o
 their bytes, without a copy, and results are written into arrays of the caller's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,11 +48,20 @@ def open_session(spec: BuildSpec, content: bytes, threads: int) -> Any:
     return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
-def run(session: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-    """One run that writes into `outputs`."""
+def run(
+    session: Any,
+    inputs: Mapping[str, Array],
+    outputs: Mapping[str, Array],
+    made: Sequence[str] = (),
+) -> dict[str, Array]:
+    """One run that writes into `outputs`; returns new arrays of the fp32 outputs in `made`."""
     binding = session.io_binding()
     for name, array in inputs.items():
         binding.bind_ortvalue_input(name, ort_value(array))
     for name, array in outputs.items():
         binding.bind_ortvalue_output(name, ort_value(array))
+    for name in made:
+        binding.bind_output(name, "cpu")
     session.run_with_iobinding(binding)
+    results = binding.get_outputs()[len(outputs) :]
+    return {name: value.numpy() for name, value in zip(made, results, strict=True)}

@@ -9,6 +9,7 @@
         rope.safetensors                cos, sin [positions, R/2]
         tokenizer/, generation_config.json
         golden/                         what the reference computed for fixed inputs
+        parity/                         what the parity commands found (graphs.findings)
         <compiler>-<sm>-<profile>/      engines and their manifest
 
 Dimension letters, used by every tensor name and einsum of the project:
@@ -32,7 +33,7 @@ from typing import Any, Literal, get_args
 from graphs.config import ModelConfig
 from graphs.config_parts import ConfigError
 
-SPEC_FORMAT = 1
+SPEC_FORMAT = 2
 SLOTS = 8  # experts that one run of the experts graph computes
 
 Precision = Literal["fp32", "bf16", "fp8"]
@@ -67,14 +68,38 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class TapSpec:
+    """An intermediate that parity compares: where it is in a graph as exported, and its layout.
+
+    `value` is the graph's, or, where `inner` is given, names the custom op's node by its first
+    output, and `inner` the value in the op's body. `columns` are those of its last axis. `axes` are
+    the graph's, `dims` the reference's, one dimension letter each; see graphs/taps.py. The last
+    axis of an `interleaved` one is in half layout in the graph and interleaved in the reference.
+    """
+
+    name: str
+    symbol: str
+    value: str
+    inner: str | None
+    axes: tuple[str, ...]
+    dims: str
+    columns: tuple[int, int] | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class GraphSpec:
-    """One ONNX file: its path in the build folder, its content's hash, what it reads and writes."""
+    """One ONNX file: its path in the build folder, its content's hash, what it reads and writes.
+
+    `taps` are what parity compares, outputs among them, in the order of the dataflow.
+    """
 
     name: GraphName
     file: str
     sha256: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    taps: tuple[TapSpec, ...]
 
     @property
     def weights(self) -> tuple[TensorSpec, ...]:
@@ -172,9 +197,12 @@ def _graph(raw: dict[str, Any]) -> GraphSpec:
     def tensors(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
         return tuple(TensorSpec(**{**t, "dims": tuple(t["dims"])}) for t in items)
 
-    return GraphSpec(
-        **{**raw, "inputs": tensors(raw["inputs"]), "outputs": tensors(raw["outputs"])}
-    )
+    taps = [
+        {**t, "axes": tuple(t["axes"]), "columns": t["columns"] and tuple(t["columns"])}
+        for t in raw["taps"]
+    ]
+    parts = {"inputs": tensors(raw["inputs"]), "outputs": tensors(raw["outputs"])}
+    return GraphSpec(**{**raw, **parts, "taps": tuple(TapSpec(**t) for t in taps)})
 
 
 def config_hash(raw_config: dict[str, Any]) -> str:

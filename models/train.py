@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -36,7 +35,7 @@ from export.checkpoint import Checkpoint
 from export.feedforward import Gate
 from export.write_checkpoint import write_checkpoint, write_json
 from graphs.config import ModelConfig, load_raw_config
-from graphs.scoring import WINDOW, surprisal, windows
+from graphs.scoring import WINDOW, Scores, scored_logits
 
 SOURCE = Path(__file__).parent / "k2-nano"  # config.json, train.txt.xz, heldout.txt
 BOOK_BREAK = "\n\n\n"  # chapters are separated by one blank line, books by two
@@ -205,14 +204,11 @@ def train(model: ReferenceModel, recipe: Recipe, stream: Tensor) -> None:
 
 @torch.inference_mode()
 def bits_per_byte(model: ReferenceModel, text: bytes) -> float:
-    """Mean −log2 p of the text's bytes, in the windows of `graphs.scoring`."""
-    nats = 0.0
-    for start, end, scored in windows(len(text)):
-        part = text[start:end]
-        logits = model(torch.tensor([[model.config.bos_token_id, *part[:-1]]]))[0].numpy()
-        surprise = surprisal(logits, np.frombuffer(part, np.uint8))
-        nats += float(surprise[scored - start :].sum())
-    return nats / math.log(2) / len(text)
+    """Of the model on a text, by the rule of `graphs.scoring`."""
+    scored = scored_logits(
+        lambda ids: [model(torch.tensor([ids]))[0].numpy()], text, model.config.bos_token_id
+    )
+    return Scores.of(scored, len(text)).bits_per_byte
 
 
 def write(folder: Path, raw: dict[str, Any], model: ReferenceModel) -> None:

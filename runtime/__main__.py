@@ -8,14 +8,15 @@ from typing import Annotated
 
 import typer
 
-from graphs.cli import make_app, progress_bar, run
+from graphs.cli import make_app, progress_bar, run, wide_console
 from graphs.config import ModelConfig
 from graphs.manifest import Profile
-from graphs.parity import print_parity
+from graphs.report.terminal import show
+from graphs.scoring import Scores
 from graphs.spec import GRAPHS, BuildError, BuildSpec
 from runtime.chain import Chain, StepError, require_ids
 from runtime.chat import Chat, parse_messages
-from runtime.evaluate import bits_per_byte
+from runtime.evaluate import evaluate as evaluate_text
 from runtime.generate import generate as generate_tokens
 from runtime.kv_cache import CacheError
 from runtime.parity import runtime_parity
@@ -95,29 +96,53 @@ def generate(
 def evaluate(
     build: Build,
     text: Annotated[Path, typer.Option(help="File to score.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write every token's score here: id, surprisal, likeliest id and its logit's lead."
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="What another build's --out wrote: compare with it.")
+    ] = None,
     threads: Threads = 0,
 ) -> None:
-    """Bits per byte of a text, in windows of 512 tokens with at least 255 tokens of context."""
+    """Bits per byte and per token, in windows of 512 tokens with at least 255 tokens of context."""
     if not text.is_file():
         raise BuildError(f"{text}: no such file")
+    if out is not None and not out.parent.is_dir():
+        raise BuildError(f"{out.parent}: no such folder for --out")
+    reference = None if against is None else Scores.load(against)
     tokenizer = load_tokenizer(build, BuildSpec.load(build).config)
     chain = _load(build, Profile(tokens=512, context=512), threads)
     with progress_bar() as progress:
         task = progress.add_task("scoring", total=None)
-        score = bits_per_byte(
+        scores = evaluate_text(
             chain,
             tokenizer,
             text.read_bytes(),
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    print(f"{score:.4f} bits per byte")
+    print(
+        f"{scores.bits_per_byte:.4f} bits per byte, {scores.bits_per_token:.4f} bits per token: "
+        f"{scores.text_bytes:,} bytes, {len(scores.tokens):,} tokens"
+    )
+    if out is not None:
+        scores.save(out)
+    if reference is not None:
+        print(f"against {against}: {scores.against(reference)}")
 
 
 @app.command()
 def parity(build: Build, threads: Threads = 0) -> None:
-    """Replay the goldens of blocks and of the whole chain; exit status 1 past tolerance."""
+    """Replay the goldens of blocks and of the whole chain; exit status 1 past tolerance.
+
+    What was found goes to BUILD/parity/chain.json, of which `python -m graphs report` makes a page.
+    """
     chain = _load(build, Profile(), threads)
-    if not print_parity(f"{build}: blocks and chain", runtime_parity(chain, build)):
+    fragment = runtime_parity(chain, build)
+    fragment.save(build)
+    if not show(wide_console(), fragment):
         raise typer.Exit(1)
 
 

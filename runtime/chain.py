@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from graphs.config import ModelConfig
 from graphs.manifest import Profile
 from graphs.ops import MASKED
 from graphs.spec import BuildSpec
@@ -192,12 +193,18 @@ class _Batch:
         ids = np.zeros((B, S), np.int64)
         for b, sequence in enumerate(tokens):
             ids[b, : counts[b]] = sequence
-        last = chain.config.max_position_embeddings - 1  # padding stays within the rope table
-        positions = np.minimum(lengths[:, None] + np.arange(S), last)
+        positions = step_positions(lengths, S, chain.config)
         L = chain.cache.context(0, first, B).shape[1]
         mask = step_mask(lengths, np.array(counts), S, L).astype(chain.activation)
         valid = np.arange(S) < np.array(counts)[:, None]
         return cls(first, counts, ids, positions, mask, valid.reshape(-1))
+
+
+def step_positions(lengths: Array, S: int, config: ModelConfig) -> Array:
+    """int64 [B, S]: those after `lengths` cached rows; padding stays within the rope table."""
+    last = config.max_position_embeddings - 1
+    positions: Array = np.minimum(lengths[:, None] + np.arange(S), last)
+    return positions
 
 
 def step_mask(lengths: Array, counts: Array, S: int, L: int) -> Array:

@@ -1,28 +1,42 @@
-"""Bits per byte of a text under the whole chain."""
+"""A text's scores under the whole chain."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
-from graphs.scoring import WINDOW, surprisal, windows
+from graphs.scoring import WINDOW, Logits, Scores, scored_logits
+from graphs.tensorfile import Array
 from runtime.chain import Chain, StepError
 from runtime.generate import prefill
 from runtime.tokenizer import Tokenizer
 
 
-def bits_per_byte(
+def evaluate(
     chain: Chain,
     tokenizer: Tokenizer,
     text: bytes,
     window: int = WINDOW,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> float:
-    """Sum of −log2 p of the text's tokens over the number of its bytes.
+) -> Scores:
+    """Score a text; `progress` is called with tokens done and tokens in all.
 
-    Every window starts with the config's BOS, whatever stands before a prompt. Raises StepError,
-    also where the tokens do not spell the text, PromptError where it cannot be encoded.
+    Raises StepError, also where the tokens do not spell the text, PromptError where it cannot be
+    encoded.
     """
+    tokens = text_tokens(tokenizer, text)
+
+    def scored() -> Iterator[tuple[Array, Array]]:
+        done = 0
+        for targets, logits in scored_logits(
+            chain_logits(chain), tokens, chain.config.bos_token_id, window
+        ):
+            yield targets, logits
+            done += len(targets)
+            progress(done, len(tokens))
+
+    return Scores.of(scored(), len(text))
+
+
+def text_tokens(tokenizer: Tokenizer, text: bytes) -> list[int]:
+    """The text's ids. Raises StepError where there is no text, or where they do not spell it."""
     if not text:
         raise StepError("text: at least one byte expected, found none")
     ids = tokenizer.ordinary(text.decode(errors="surrogateescape"))
@@ -31,17 +45,17 @@ def bits_per_byte(
             "text: tokens that spell it expected, found a tokenizer that changes it, so that its "
             "bits per byte would be another text's"
         )
-    nats = 0.0
-    spans = windows(len(ids), window)
-    for done, (start, end, scored) in enumerate(spans):
-        progress(done, len(spans))
-        part = ids[start:end]
+    return ids
+
+
+def chain_logits(chain: Chain) -> Logits:
+    """The chain as a scorer takes it: each sequence is prefilled in a slot of its own and freed."""
+
+    def logits(ids: Sequence[int]) -> Iterator[Array]:
         handle = chain.cache.allocate()
         try:
-            seen = [chain.config.bos_token_id, *part[:-1]]
-            chunks = list(prefill(chain, handle, seen, chain.profile.tokens, all_logits=True))
+            yield from prefill(chain, handle, ids, chain.profile.tokens, all_logits=True)
         finally:
             chain.cache.free(handle)
-        surprise = surprisal(np.concatenate(chunks), np.array(part))
-        nats += float(surprise[scored - start :].sum())
-    return nats / math.log(2) / len(text)
+
+    return logits

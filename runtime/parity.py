@@ -1,97 +1,200 @@
 """Replay a build's goldens on a backend: blocks with their routed experts, and the whole chain.
 
-A MoE block's experts run twice: on what the block's graph gave, and fed what the reference gave.
+Positions and mask of a case are made as a step makes them and compared first. A MoE block's experts
+run twice: on what the block's graph gave, and fed what the reference gave.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from graphs.metrics import FP8_FREE, RMS, TIE_MARGIN, Row, compare, not_run
-from graphs.parity import compare_outputs, golden_inputs, graph_cases, routing_rows
+from graphs.findings import Comparison, Fragment, Hint, Routing, Tie
+from graphs.hints.masks import mask_hint, position_hint
+from graphs.metrics import (
+    FP8_FREE,
+    RMS,
+    TIE_MARGIN,
+    Case,
+    Limit,
+    Subject,
+    compare,
+    limit_for,
+    relative_rms,
+)
+from graphs.parity import compare_taps, with_bounds
+from graphs.replay import ExpertOutput, golden_inputs, graph_cases
+from graphs.spec import GRAPHS, TapSpec
+from graphs.taps import SYMBOLS
 from graphs.tensorfile import Array, TensorFile
-from runtime.chain import Chain
+from runtime.chain import Chain, step_mask, step_positions
 from runtime.generate import generate, prefill
-from runtime.routing import add_experts, expert_slots
+from runtime.routing import Slot, add_experts, expert_slots
 from runtime.sampling import Sampler
 
+END_TO_END = "end_to_end"
 
-def runtime_parity(chain: Chain, build: Path) -> list[Row]:
-    """A row per output; one that says so where there is no end-to-end golden.
 
-    Raises BuildError where there are no goldens.
-    """
-    rows: list[Row] = []
+def runtime_parity(chain: Chain, build: Path) -> Fragment:
+    """All that a build's goldens show of a chain. Raises BuildError where there are none."""
+    run = _Run(chain)
     for golden in graph_cases(build, chain.spec):
         if golden.metadata["graph"] in ("dense", "moe"):
-            rows += _block(chain, golden)
-    name = "end_to_end"
-    path = build / "golden" / f"{name}.safetensors"
-    if not path.is_file():
-        return [*rows, not_run(name, "no such golden: the chain was not compared")]
-    return rows + _chain(chain, TensorFile.open(path, chain.spec.file_metadata(name)))
+            run.block(golden)
+    path, not_run = build / "golden" / f"{END_TO_END}.safetensors", []
+    if path.is_file():
+        run.chain_case(TensorFile.open(path, chain.spec.file_metadata(END_TO_END)))
+    else:
+        not_run = [f"{END_TO_END}: no such golden, so the chain was not compared"]
+    return Fragment(
+        model=build.resolve().parent.name,
+        precision=chain.spec.precision,
+        config_sha256=chain.spec.config_sha256,
+        source="chain",
+        rows=run.rows,
+        routing=run.routing,
+        hints=run.hints,
+        not_run=not_run,
+    )
 
 
-def _block(chain: Chain, golden: TensorFile) -> list[Row]:
-    spec, layer = chain.spec, int(golden.metadata["layer"])
-    block = spec.config.block_type(layer)
-    names = [t.name for t in spec.graphs[block].outputs]
-    outputs = {name: np.empty_like(golden[f"output.{name}"]) for name in names}
-    chain.backend.block(block, layer, golden_inputs(golden), outputs)
-    if block == "dense":
-        return compare_outputs(golden, outputs, spec, free=True)
-    rows, same = routing_rows(golden, outputs["experts"], outputs["expert_weights"], spec)
-    case = golden.path.stem
-    expected = golden["output.y"].reshape(outputs["acc"].shape)
-    y = _experts(chain, layer, outputs)
-    remark = "" if same.all() else f"{same.sum()} of {len(same)} tokens, with the same experts"
-    rows.append(compare(case, "y", y[same], expected[same], spec.precision, remark, free=True))
-    new = outputs["new"], golden["output.new"]
-    rows.append(compare(case, "new", *new, spec.precision, free=True))
-    fed = _experts(chain, layer, {name: golden[f"output.{name}"] for name in names})
-    rows.append(compare(f"{case}, fed", "y", fed, expected, spec.precision))
-    return rows
+@dataclass
+class _Run:
+    """What was found so far."""
+
+    chain: Chain
+    rows: list[Comparison] = field(default_factory=list)
+    routing: list[Routing] = field(default_factory=list)
+    hints: list[Hint] = field(default_factory=list)
+
+    def block(self, golden: TensorFile) -> None:
+        case = Case.of(golden)
+        self._step_inputs(case, golden)
+        spec, chain = self.chain.spec, self.chain
+        block = spec.config.block_type(int(golden.metadata["layer"]))
+        graph = spec.graphs[block]
+        outputs = {t.name: np.empty_like(golden[f"output.{t.name}"]) for t in graph.outputs}
+        chain.backend.block(block, case_layer(case), golden_inputs(golden), outputs)
+        if block == "dense":
+            rows, _ = compare_taps(spec, case, graph, golden, outputs)
+            self.rows += rows
+        else:
+            self._experts(case, golden, outputs)
+
+    def _step_inputs(self, case: Case, golden: TensorFile) -> None:
+        """Positions and mask, as the chain makes them for a step of this case."""
+        expected = golden_inputs(golden)
+        positions, mask = expected["positions"], expected["mask"].astype(np.float32)
+        B, S = positions.shape
+        L, lengths = expected["context"].shape[1], positions[:, 0]
+        found = step_positions(lengths, S, self.chain.config)
+        exact = Limit("max", 0.0)
+        subject = Subject(case, "positions", "positions", 0, "input")
+        self.rows.append(compare(subject, found, positions, exact))
+        self.hints += position_hint(case, found, positions)
+        mask_found = step_mask(lengths, np.full(B, S), S, L)
+        subject = Subject(case, "mask", "mask", 1, "input")
+        self.rows.append(compare(subject, mask_found, mask, exact))
+        self.hints += mask_hint(case, "mask", mask_found, mask, L)
+
+    def _experts(self, case: Case, golden: TensorFile, outputs: dict[str, Array]) -> None:
+        """y of a MoE block, on its own outputs and fed the reference's."""
+        spec, layer = self.chain.spec, case_layer(case)
+        names = ("new", "experts", "expert_weights")
+        found = {name: outputs[name] for name in names}
+        rows, routing = compare_taps(spec, case, spec.graphs["moe"], golden, found)
+        assert routing is not None
+        expected = golden["output.y"].reshape(outputs["acc"].shape)
+        y = self._sum(layer, outputs)
+        routing = with_bounds(routing, golden, outputs, self._expert_output(layer))
+        ties = [replace(t, effect=_effect(t, y, expected)) for t in routing.ties]
+        self.routing.append(replace(routing, ties=ties))
+        self.rows += rows
+        same = np.array(routing.agree)
+        remark = "" if same.all() else f"{same.sum()} of {len(same)} tokens, with the same experts"
+        limit = limit_for(spec.precision, "y", free=True)
+        self.rows.append(compare(_y(case), y[same], expected[same], limit, remark=remark))
+        fed = self._sum(layer, {name: golden[f"output.{name}"] for name in outputs})
+        limit = limit_for(spec.precision, "y")
+        self.rows.append(compare(_y(replace(case, fed=True)), fed, expected, limit))
+
+    def _sum(self, layer: int, outputs: Mapping[str, Array]) -> Array:
+        """y [M,D]: the routed experts on what a MoE block's graph gave."""
+        valid = np.ones(len(outputs["h"]), dtype=bool)
+        chosen = outputs["experts"], outputs["expert_weights"]
+        groups = expert_slots(*chosen, valid, self.chain.spec.slots)
+        acc = outputs["acc"].copy()
+        y, _ = add_experts(self.chain.backend, layer, groups, outputs["h"], acc, np.empty_like(acc))
+        return y
+
+    def _expert_output(self, layer: int) -> ExpertOutput:
+        """What one expert makes of one token."""
+
+        def output(expert: int, h_1D: Array) -> Array:
+            acc = np.zeros(h_1D.shape, np.float32)
+            slot = Slot(expert, np.zeros(1, np.int64), np.ones((1, 1), np.float32))
+            idle = Slot(expert, slot.rows, np.zeros((1, 1), np.float32))
+            group = [slot] + [idle] * (self.chain.spec.slots - 1)
+            spare = np.empty_like(acc)
+            y, _ = add_experts(self.chain.backend, layer, [group], h_1D, acc, spare)
+            row: Array = y[0]
+            return row
+
+        return output
+
+    def chain_case(self, golden: TensorFile) -> None:
+        """Prefill of the prompt in one step, then greedy decoding."""
+        chain, case = self.chain, Case.of(golden)
+        ids, expected = golden["prompt_ids"].tolist(), golden["tokens"]
+        handle = chain.cache.allocate()
+        try:
+            (logits,) = prefill(chain, handle, ids, len(ids), all_logits=True)
+            slot = chain.cache.slots.slot(handle)
+            for layer, rows in enumerate(golden["rows"]):
+                cached = chain.cache.context(layer, slot, 1)[0]
+                self._free(replace(case, layer=layer), 0, "rows", cached, rows)
+        finally:
+            chain.cache.free(handle)
+        self._free(case, 1, "logits", logits, golden["logits"])
+        tokens = list(generate(chain, ids, len(expected), Sampler(), chunk=len(ids)))
+        noise = {"fp32": TIE_MARGIN["fp32"], "bf16": RMS["bf16"], "fp8": FP8_FREE}
+        largest = float(np.abs(golden["logits"]).max())
+        limit = Limit("max", noise[chain.spec.precision] * largest)
+        subject = Subject(case, "tokens", "tokens", 2, "output")
+        self.rows.append(compare_tokens(subject, tokens, golden, limit))
+
+    def _free(self, case: Case, order: int, name: str, found: Array, expected: Array) -> None:
+        """Compare what the chain gave a token each, [M, …], running on its own results."""
+        subject = Subject(case, name, name, order, "output")
+        limit = limit_for(self.chain.spec.precision, name, free=True)
+        tap = TapSpec(name, name, name, None, ("M", "W"), "MW")
+        self.rows.append(compare(subject, found, expected, limit, tap))
 
 
-def _experts(chain: Chain, layer: int, outputs: Mapping[str, Array]) -> Array:
-    """y [M,D]: the routed experts on what a MoE block's graph gave."""
-    valid = np.ones(len(outputs["h"]), dtype=bool)
-    groups = expert_slots(outputs["experts"], outputs["expert_weights"], valid, chain.spec.slots)
-    acc = outputs["acc"].copy()
-    y, _ = add_experts(chain.backend, layer, groups, outputs["h"], acc, np.empty_like(acc))
-    return y
+def case_layer(case: Case) -> int:
+    assert case.layer is not None, f"{case.name} is of no layer"
+    return case.layer
 
 
-def _chain(chain: Chain, golden: TensorFile) -> list[Row]:
-    """Prefill of the prompt in one step, then greedy decoding."""
-    precision, case = chain.spec.precision, golden.path.stem
-    ids, expected = golden["prompt_ids"].tolist(), golden["tokens"]
-    handle = chain.cache.allocate()
-    try:
-        (logits,) = prefill(chain, handle, ids, len(ids), all_logits=True)
-        slot = chain.cache.slots.slot(handle)
-        cached = np.stack(
-            [chain.cache.context(i, slot, 1)[0] for i in range(len(chain.cache.rows))]
-        )
-    finally:
-        chain.cache.free(handle)
-    found = list(generate(chain, ids, len(expected), Sampler(), chunk=len(ids)))
-    noise = {"fp32": TIE_MARGIN["fp32"], "bf16": RMS["bf16"], "fp8": FP8_FREE}[precision]
-    return [
-        compare(case, "logits", logits, golden["logits"], precision, free=True),
-        compare(case, "rows", cached, golden["rows"], precision, free=True),
-        compare_tokens(case, found, golden, noise * float(np.abs(golden["logits"]).max())),
-    ]
+def _y(case: Case) -> Subject:
+    """A MoE block's y, behind the outputs of its graph."""
+    return Subject(case, "y", SYMBOLS["y"], 1000 * (1 + len(GRAPHS)), "output")
 
 
-def compare_tokens(case: str, found: list[int], golden: TensorFile, noise: float) -> Row:
-    """Greedy tokens, equal up to the first whose logit led by less than `noise`: a tie."""
+def _effect(tie: Tie, y_MD: Array, expected_MD: Array) -> float:
+    return relative_rms(y_MD[tie.token], expected_MD[tie.token])
+
+
+def compare_tokens(
+    subject: Subject, found: list[int], golden: TensorFile, limit: Limit
+) -> Comparison:
+    """Greedy tokens, equal up to the first whose logit led by less than the limit: a tie."""
     expected = golden["tokens"].tolist()
     pairs = zip(found, expected, strict=True)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(expected))
     if same == len(expected):
-        return Row(case, "tokens", 0.0, 0.0, noise, True, f"{same} of {same} equal")
+        return subject.judged(limit, 0.0, 0.0, True, remark=f"{same} of {same} equal")
     margin = float(golden["margins"][same])
     remark = f"{same} of {len(expected)} equal, then one that led by {margin:.1e}"
-    return Row(case, "tokens", margin, margin, noise, margin <= noise, remark)
+    return subject.judged(limit, margin, margin, margin <= limit.value, [same], remark=remark)

@@ -1,7 +1,6 @@
 """Engines of the full-size graphs, built without a GPU, and the refusals of `graphs compile`."""
 
-import hashlib
-import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,9 +9,10 @@ from pathlib import Path
 
 import onnx
 import pytest
-from onnx import helper
+from graph_surgery import read_in_3d, replace_graph
 
 from export.to_onnx import export_graphs
+from graphs.activation_budget import excesses
 from graphs.compile import compile_build
 from graphs.config import load_raw_config
 from graphs.manifest import MODES, Manifest, Mode, Profile
@@ -71,15 +71,6 @@ def build(exported: Path, engines: Manifest, tmp_path: Path) -> Path:
     return Path(shutil.copytree(exported, tmp_path / "fp8"))
 
 
-def replace_graph(build: Path, graph: GraphName, content: bytes) -> None:
-    """As an export would: the file, and its hash in spec.json."""
-    (build / "onnx" / f"{graph}.onnx").write_bytes(content)
-    path = build / "spec.json"
-    raw = json.loads(path.read_text("utf-8"))
-    raw["graphs"][graph]["sha256"] = hashlib.sha256(content).hexdigest()
-    path.write_text(json.dumps(raw), "utf-8")
-
-
 def content_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -96,11 +87,40 @@ def test_128_heads_and_groups_of_experts_keep_the_bars(tmp_path: Path) -> None:
     assert over_the_bars(manifest, BARS_OF_128_HEADS) == []
 
 
-def test_a_copied_weight_breaks_the_bar(build: Path, engines: Manifest) -> None:
+def test_full_size_engines_keep_the_budget(exported: Path, engines: Manifest) -> None:
+    """With less to spare in a decode step than the least FP8 matrix of a block takes."""
+    least = 7168 * 2112
+    for engine in engines.engines.values():
+        for mode in MODES:
+            activation = engine.activation_bytes[mode]
+            assert activation is not None and activation <= engine.budget_bytes[mode]
+        activation = engine.activation_bytes["decode"]
+        assert activation is not None and engine.budget_bytes["decode"] - activation < least
+
+
+def test_a_graph_that_breaks_a_rule_is_refused(build: Path) -> None:
     """The dense block with one linear layer reading [1, tokens, in] in place of [tokens, in]."""
-    model = onnx.load(build / "onnx/dense.onnx")
-    read_in_3d(model, "attention.o.weight")
-    replace_graph(build, "dense", model.SerializeToString())
+    plant_a_copy(build)
+    before = content_of(build / FOLDER)
+    message = (
+        r"dense: 2-D linear activations: node\S+ \(FP8Linear\): attention\.o\.weight .*58\.7 MB, "
+        r"is copied at every run .*`python -m graphs lint` lists all"
+    )
+    with pytest.raises(CompileError, match=message):
+        compile_build(build, TARGET)
+    assert content_of(build / FOLDER) == before
+    shutil.rmtree(build / FOLDER)
+    with pytest.raises(CompileError, match=message):
+        compile_build(build, TARGET, graphs=["dense"])
+    assert not (build / FOLDER).exists()
+
+
+def test_a_copied_weight_breaks_the_budget_and_is_named(
+    build: Path, engines: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same graph where no rule would refuse it."""
+    plant_a_copy(build)
+    monkeypatch.setattr("graphs.compile.lint_model", lambda *_: [])
     planted = compile_build(build, TARGET, graphs=["dense"])
     over = over_the_bars(planted)
     assert [text.partition(" activation")[0] for text in over] == [
@@ -111,23 +131,18 @@ def test_a_copied_weight_breaks_the_bar(build: Path, engines: Manifest) -> None:
     after = planted.engines["dense"].activation_bytes["decode"]
     assert before is not None and after is not None
     assert after - before >= 0.99 * 8192 * 7168  # the FP8 matrix, but for scratch that it shares
+    spec = BuildSpec.load(build)
+    (excess,) = excesses(spec, "dense", planted.engines["dense"], planted.profile)
+    assert (excess.mode, excess.likely) == ("decode", "attention.o.weight")
+    assert str(excess).endswith("likely copied at every run: attention.o.weight (58.7 MB)")
+    for graph in ("moe", "experts", "head"):
+        assert excesses(spec, graph, planted.engines[graph], planted.profile) == []
 
 
-def read_in_3d(model: onnx.ModelProto, weight: str) -> None:
-    nodes = list(model.graph.node)
-    at = next(i for i, n in enumerate(nodes) if n.op_type == "FP8Linear" and weight in n.input)
-    linear = nodes[at]
-    x, y = linear.input[0], linear.output[0]
-    linear.input[0], linear.output[0] = "x_3d", "y_3d"
-    model.graph.initializer.append(helper.make_tensor("axis", onnx.TensorProto.INT64, [1], [0]))
-    nodes[at : at + 1] = [
-        helper.make_node("Unsqueeze", [x, "axis"], ["x_3d"]),
-        linear,
-        helper.make_node("Squeeze", ["y_3d", "axis"], [y]),
-    ]
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    onnx.checker.check_model(model)
+def plant_a_copy(build: Path) -> None:
+    model = onnx.load(build / "onnx/dense.onnx")
+    read_in_3d(model, "attention.o.weight")
+    replace_graph(build, "dense", model.SerializeToString())
 
 
 def test_the_manifest_describes_the_files(exported: Path, engines: Manifest) -> None:
@@ -178,16 +193,25 @@ def test_entries_that_no_longer_hold_are_dropped(build: Path) -> None:
     assert list(manifest.engines) == ["head"]
 
 
-@pytest.mark.parametrize("case", ["not ONNX", "refused by TensorRT"])
-def test_a_failed_compile_changes_nothing(build: Path, case: str) -> None:
-    if case == "not ONNX":
-        replace_graph(build, "head", b"\xff" * 100)
-        message = "head: the builder's process ended with exit code 1"
+def end_at_once(*_: object) -> None:
+    """In place of a builder that aborts."""
+    os._exit(7)
+
+
+@pytest.mark.parametrize("case", ["aborted", "refused by TensorRT"])
+def test_a_failed_compile_changes_nothing(
+    build: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case == "aborted":
+        monkeypatch.setattr("graphs.compile._build_one", end_at_once)
+        message = "head: the builder's process ended with exit code 7"
     else:
         model = onnx.load(build / "onnx/head.onnx")
-        model.graph.node[-1].op_type = "Unknown"
+        cast = model.graph.node[-1]
+        cast.op_type = "Bernoulli"  # of ONNX, and not of TensorRT
+        cast.attribute[0].name = "dtype"  # in place of `to`
         replace_graph(build, "head", model.SerializeToString())
-        message = r"head: tensorrt_rtx 1\.\S+: .*Unknown"
+        message = r"head: tensorrt_rtx 1\.\S+: .*Bernoulli"
     before = content_of(build / FOLDER)
     with pytest.raises(CompileError, match=message):
         compile_build(build, TARGET, graphs=["head", "dense"])
@@ -256,6 +280,9 @@ def test_a_build_folder_that_is_not_whole(build: Path, tmp_path: Path) -> None:
         file.write(b"\0")
     with pytest.raises(BuildError, match=r"moe\.onnx: sha256 .* expected"):
         compile_build(build, TARGET)
+    replace_graph(build, "moe", b"\xff" * 100)
+    with pytest.raises(BuildError, match="moe: an ONNX file expected, found other bytes"):
+        compile_build(build, TARGET)
     (build / "spec.json").write_text("{}", "utf-8")
     with pytest.raises(BuildError, match="damaged or incomplete"):
         compile_build(build, TARGET)
@@ -302,7 +329,7 @@ def test_one_module_imports_the_compilers() -> None:
         for package in ("export", "graphs", "runtime")
         for path in (ROOT / package).rglob("*.py")
         if re.search(
-            r"^\s*(import|from) (tensorrt|tensorrt_rtx|polygraphy)\b|import_module\(.polygraphy",
+            r"^\s*(import|from) (tensorrt|tensorrt_rtx)\b|import_module\(.polygraphy",
             path.read_text("utf-8"),
             re.MULTILINE,
         )

@@ -12,7 +12,7 @@ from graphs.tensorrt import Compiler
 
 def record(size: int, decode: int, prefill: int | None = 20_000_000) -> EngineRecord:
     activation: dict[Mode, int | None] = {"decode": decode, "prefill": prefill}
-    return EngineRecord("f", "", size, "", {}, {}, activation, None, {}, size / 1e6, size * 10)
+    return EngineRecord("f", "", size, "", {}, {}, activation, {}, None, {}, size / 1e6, size * 10)
 
 
 def written(

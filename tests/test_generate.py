@@ -3,7 +3,6 @@
 import hashlib
 import json
 import lzma
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +14,9 @@ from conftest import NANO, Build
 from train import bits_per_byte as reference_bits_per_byte
 
 from export.checkpoint import Checkpoint
-from graphs.manifest import Profile
-from graphs.scoring import windows
 from runtime.chain import Chain, StepError
-from runtime.evaluate import bits_per_byte
 from runtime.generate import generate, prefill
 from runtime.sampling import Sampler
-from runtime.tokenizer import Tokenizer, byte_tokenizer
 
 PROMPT = "And it came to pass"
 
@@ -95,47 +90,6 @@ def test_128_greedy_tokens_equal_transformers(nano: Build, checkpoint: Checkpoin
     assert list(generate(chain, ids, 128, Sampler())) == expected
 
 
-def test_fp8_costs_at_most_half_a_percent_of_bits_per_byte(nano: Build) -> None:
-    """On the first 8 KB here; `make evaluate` gives the whole held-out text."""
-    text = (NANO / "heldout.txt").read_bytes()[:8192]
-    profile = Profile(tokens=512, context=512)
-    chains = (Chain.load(nano(p), profile, threads=2) for p in ("fp32", "fp8"))
-    fp32, fp8 = (bits_per_byte(c, byte_tokenizer(c.config), text) for c in chains)
-    assert fp8 <= fp32 * 1.005
-
-
-def test_bits_per_byte_of_tokens_that_are_not_bytes(chain: Chain, checkpoint: Checkpoint) -> None:
-    """Pairs of letters as tokens: the reference's −log2 p of all tokens over the text's bytes."""
-    text = "And it came to pass in those days, that there went out a decree from Caesar Augustus"
-    pairs = sorted({text[i : i + 2] for i in range(len(text) - 1)})
-    ids = {chr(i): i for i in range(128)} | {pair: 128 + n for n, pair in enumerate(pairs)}
-
-    def encoder(text: str) -> list[int]:
-        return [ids[text[i : i + 2]] for i in range(0, len(text), 2)]
-
-    pieces = [token.encode() for token in ids]
-    tokenizer = Tokenizer(encoder, pieces, special={}, bos=())
-    tokens, window, nats = encoder(text), 16, 0.0
-    model = checkpoint.reference()
-    for start, end, scored in windows(len(tokens), window):
-        part = tokens[start:end]
-        with torch.no_grad():
-            scores = model(torch.tensor([[256, *part[:-1]]]))[0].log_softmax(-1)
-        nats -= float(scores[range(len(part)), part][scored - start :].sum())
-    bits = bits_per_byte(chain, tokenizer, text.encode(), window)
-    assert bits == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
-
-
-def test_bits_per_byte_are_of_the_text_that_was_given(chain: Chain) -> None:
-    tokenizer = byte_tokenizer(chain.config)
-    assert 0 < bits_per_byte(chain, tokenizer, b"\xff is no UTF-8") < 40
-    lower = Tokenizer(lambda text: [*text.lower().encode()], tokenizer.pieces, {}, ())
-    with pytest.raises(StepError, match="text: tokens that spell it expected"):
-        bits_per_byte(chain, lower, b"And")
-    with pytest.raises(StepError, match="at least one byte"):
-        bits_per_byte(chain, tokenizer, b"")
-
-
 def test_an_id_beyond_the_vocabulary_is_refused_before_anything_runs(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,15 +119,6 @@ def test_the_checkpoint_is_small_and_whole() -> None:
     readme = (NANO.parent / "README.md").read_text()
     for shard in shards:
         assert f"{hashlib.sha256(shard.read_bytes()).hexdigest()}  {shard.name}" in readme
-
-
-def test_windows_score_each_byte_once_with_half_a_window_before_it() -> None:
-    for length in (1, 511, 512, 1000, 5000):
-        spans = windows(length)
-        scored = [i for start, end, first in spans for i in range(first, end)]
-        assert scored == list(range(length))
-        assert all(end - start <= 511 for start, end, _ in spans)
-        assert all(first - start >= 255 for start, end, first in spans[1:])
 
 
 def test_sampling_is_seeded_and_follows_the_softmax() -> None:

@@ -13,12 +13,13 @@ from graphs.ops import DOMAIN, OPSET
 from graphs.ops.fp8_linear import fp8_linear
 from graphs.ops.rope import rope
 from graphs.passes.attach_functions import attach_functions
+from graphs.passes.expose_taps import expose_taps
 from graphs.passes.feed_linears import feed_linears
 from graphs.passes.infer_shapes import infer_shapes, unshaped
 from graphs.passes.inline import inline
 from graphs.passes.widen import widen
 from graphs.session import open_session, run
-from graphs.spec import BuildSpec
+from graphs.spec import BuildSpec, TapSpec
 from graphs.tensorfile import Array
 
 BF16 = ml_dtypes.bfloat16
@@ -283,44 +284,59 @@ TWO_LINEARS = """twice (bfloat16[M,8] x, float8e4m3fn[8,6] first, float[6] first
       y = kimi.FP8Linear(b, second, second_scale) }"""
 
 
-def test_fed_linear_layers_read_what_they_are_given_and_show_what_they_would_have_read() -> None:
-    e4m3 = ml_dtypes.float8_e4m3fn
-    inputs = {
-        "x": random(5, 8, dtype=BF16),
-        "first": random(8, 6, dtype=e4m3),
-        "first_scale": np.abs(random(6)) + 0.1,
-        "second": random(6, 4, dtype=e4m3),
-        "second_scale": np.abs(random(4)) + 0.1,
-    }
-    model = attach_functions(parse(TWO_LINEARS))
-    spec = BuildSpec("fp8", {}, "", {})
+FP8_CASE = {
+    "x": random(5, 8, dtype=BF16),
+    "first": random(8, 6, dtype=ml_dtypes.float8_e4m3fn),
+    "first_scale": np.abs(random(6)) + 0.1,
+    "second": random(6, 4, dtype=ml_dtypes.float8_e4m3fn),
+    "second_scale": np.abs(random(4)) + 0.1,
+}
+BETWEEN = TapSpec("between", "|a|", "b", None, ("M", "K"), "MK")
 
-    def outputs(names: tuple[str, ...]) -> dict[str, Array]:
-        shapes = {"y": (5, 4), "computed.first": (5, 8), "computed.second": (5, 6)}
-        return {n: np.zeros(shapes[n], BF16 if n == "y" else np.float32) for n in names}
 
-    free = outputs(("y",))
-    run(open_session(spec, model.SerializeToString(), 1), inputs, free)
-    fed_model, modules = feed_linears(model)
-    assert modules == ("first", "second")
+def test_a_linear_layer_whose_input_is_a_tap_is_fed_it() -> None:
+    """The tap still shows what the graph computed; a layer that reads no tap stays as it is."""
+    model, spec = attach_functions(parse(TWO_LINEARS)), BuildSpec("fp8", {}, "", {})
+    free = np.zeros((5, 4), BF16)
+    run(open_session(spec, model.SerializeToString(), 1), FP8_CASE, {"y": free})
+    fed_model, sources = feed_linears(expose_taps(model, [BETWEEN]), [BETWEEN])
+    assert sources == {"fed.second": BETWEEN}
     session = open_session(spec, fed_model.SerializeToString(), 1)
 
-    def fed(first: Array, second: Array) -> dict[str, Array]:
-        found = outputs(("y", "computed.first", "computed.second"))
-        run(session, inputs | {"fed.first": first, "fed.second": second}, found)
-        return found
+    def fed(second: Array) -> tuple[Array, Array]:
+        y = np.zeros((5, 4), BF16)
+        found = run(session, FP8_CASE | {"fed.second": second}, {"y": y}, ["tap.between"])
+        return y, found["tap.between"]
 
-    x, anything = inputs["x"].astype(np.float32), random(5, 6)
-    found = fed(x, anything)
-    assert np.array_equal(found["computed.first"], x)
-    between = found["computed.second"]
+    anything = random(5, 6)
+    y, between = fed(anything)
     assert (between >= 0).all() and between.std() > 0.1  # what the layers between computed, in fp32
-    assert not np.array_equal(found["y"], free["y"])
-    same = fed(x, between)
-    assert np.array_equal(same["y"], free["y"]) and np.array_equal(same["computed.second"], between)
-    assert not np.array_equal(fed(2 * x, between)["computed.second"], between)
+    assert not np.array_equal(y, free)
+    same, again = fed(between)
+    assert np.array_equal(same, free) and np.array_equal(again, between)
 
 
 def test_a_graph_without_fp8_linear_layers_is_fed_nothing() -> None:
     model, _, _ = two_ropes()
-    assert feed_linears(model) == (model, ())
+    assert feed_linears(model, []) == (model, {})
+
+
+def test_exposed_taps_leave_the_graphs_outputs_as_they_were() -> None:
+    """Of the graph, of an op's body, an output itself."""
+    model, spec = attach_functions(parse(TWO_LINEARS)), BuildSpec("fp8", {}, "", {})
+    taps = [
+        BETWEEN,
+        TapSpec("scale", "s", "y", "row_scale", ("M", "K"), "MK"),
+        TapSpec("y", "y", "y", None, ("M", "K"), "MK"),
+    ]
+    exposed = expose_taps(model, taps)
+    assert [o.name for o in exposed.graph.output] == ["y", "tap.between", "tap.scale"]
+    assert [len(n.output) for n in exposed.graph.node if n.op_type == "FP8Linear"] == [2, 2]
+    before, after = np.zeros((5, 4), BF16), np.zeros((5, 4), BF16)
+    run(open_session(spec, model.SerializeToString(), 1), FP8_CASE, {"y": before})
+    session = open_session(spec, exposed.SerializeToString(), 1)
+    found = run(session, FP8_CASE, {"y": after}, ["tap.between", "tap.scale"])
+    assert np.array_equal(before, after)
+    peaks = np.abs(found["tap.between"]).max(axis=1, keepdims=True)
+    np.testing.assert_allclose(found["tap.scale"], peaks / 448, rtol=1e-6)
+    assert "tap.between" not in {o.name for o in model.graph.output}

@@ -11,9 +11,13 @@ import pytest
 from helpers import tiny_config
 
 from graphs.config import ModelConfig
-from graphs.spec import GRAPHS, BuildError, BuildSpec, GraphSpec, TensorSpec, config_hash
+from graphs.spec import GRAPHS, BuildError, BuildSpec, GraphSpec, TapSpec, TensorSpec, config_hash
 
 RAW = tiny_config()
+TAPS = (
+    TapSpec("c_q", "c^Q", "linear", None, ("BS", "Q"), "BSQ", (0, 136)),
+    TapSpec("scores", "scores", "o", "masked_BTHS", ("B", "T", "H", "S"), "BHST"),
+)
 
 
 @pytest.fixture
@@ -27,7 +31,7 @@ def build(tmp_path: Path) -> Path:
         inputs = TensorSpec("x", "float", ("batch", 160)), TensorSpec("w", "int64", (3,), "weight")
         outputs = (TensorSpec("y", "bfloat16", ("tokens*batch", 160)),)
         sha256 = hashlib.sha256(content).hexdigest()
-        graphs[name] = GraphSpec(name, file, sha256, inputs, outputs)
+        graphs[name] = GraphSpec(name, file, sha256, inputs, outputs, TAPS)
     BuildSpec("fp8", RAW, config_hash(RAW), graphs).save(tmp_path)
     return tmp_path
 
@@ -47,6 +51,7 @@ def test_the_spec_comes_back_as_it_was_saved(build: Path) -> None:
     assert (spec.raw_config, spec.precision, spec.slots) == (RAW, "fp8", 8)
     assert spec.config == ModelConfig.from_dict(RAW)
     assert spec.graphs["moe"].weights == (TensorSpec("w", "int64", (3,), "weight"),)
+    assert spec.graphs["moe"].taps == TAPS
     assert spec.onnx_bytes(build, "moe") == b"bytes of moe"
     saved = (build / "spec.json").read_bytes()
     spec.save(build)
@@ -72,7 +77,7 @@ def test_an_absent_spec_is_an_error_that_says_how_to_make_it(tmp_path: Path) -> 
         BuildSpec.load(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"format": 1}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"format": 2}'])
 def test_a_damaged_spec_is_refused(build: Path, content: bytes) -> None:
     (build / "spec.json").write_bytes(content)
     with pytest.raises(BuildError, match=r"spec.json: damaged or incomplete .*; export again"):
@@ -81,7 +86,7 @@ def test_a_damaged_spec_is_refused(build: Path, content: bytes) -> None:
 
 Raw = dict[str, Any]
 CHANGES: dict[str, tuple[Callable[[Raw], object], str]] = {
-    "another format": (lambda raw: raw.update(format=99), "format 1 expected, found 99"),
+    "another format": (lambda raw: raw.update(format=99), "format 2 expected, found 99"),
     "another config": (
         lambda raw: raw["raw_config"].update(hidden_size=96),
         "config_sha256 does not match its config",

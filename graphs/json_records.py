@@ -1,0 +1,62 @@
+"""Dataclasses in JSON files, and back by their types.
+
+JSON has no NaN and no infinity: a number that is not finite is written as null. Floats have six
+significant digits: an error has no more to say.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import types
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+DIGITS = 6
+
+_fields = functools.cache(get_type_hints)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Through a temporary file; content is of dicts, lists, tuples and plain values."""
+    text = json.dumps(_finite(content), ensure_ascii=False, allow_nan=False) + "\n"
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def decode(kind: Any, value: Any) -> Any:
+    """Parsed JSON as a value of this type. Raises TypeError, KeyError for a field that is absent.
+
+    null is NaN where a number is meant and None is not allowed.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is float and value is None:
+        return math.nan
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind in (bool, int, float, str) and type(value) is kind:
+        return value
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        fields = _fields(kind)
+        if unknown := value.keys() - fields.keys():
+            raise TypeError(f"{kind.__name__} has no {min(unknown)!r}")
+        return kind(**{name: decode(hint, value[name]) for name, hint in fields.items()})
+    if origin is list and isinstance(value, list):
+        return [decode(inner[0], v) for v in value]
+    if origin is tuple and isinstance(value, list) and len(value) == len(inner):
+        return tuple(decode(k, v) for k, v in zip(inner, value, strict=True))
+    if origin is Literal and value in inner:
+        return value
+    if origin in (Union, types.UnionType) and type(None) in inner:
+        (some,) = (k for k in inner if k is not type(None))
+        return None if value is None else decode(some, value)
+    raise TypeError(f"{kind} expected, found {value!r:.80}")

@@ -1,0 +1,1 @@
+"""The rules of `graphs lint`, by what they are about."""

@@ -1,0 +1,164 @@
+"""Where the error is: by tap, by layer and by position, each as a list of figures."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from graphs.findings import MODES, SOURCES, Comparison
+from graphs.report.figures import figure, grouped
+from graphs.report.markup import Markup
+from graphs.report.merge import BuildReport
+from graphs.report.svg import Axis, Point, Series, log_chart
+from graphs.report.wording import ERROR_OF, limit_text, number, used, where
+from graphs.spec import GRAPHS
+
+ORDER: tuple[str, ...] = (*GRAPHS, "chain")
+ALL = "all cases"  # the name of what has no mode
+LINES = 5  # of a plot by position
+
+
+def tap_figures(build: BuildReport) -> list[Markup]:
+    """A plot per graph and per way of running it: a line per mode through its worst layer."""
+    figures = []
+    for source in SOURCES:
+        rows = build.rows_of(source)
+        groups = grouped(rows, lambda r: (r.graph, r.fed))
+        for graph, fed in sorted(groups, key=lambda key: (ORDER.index(key[0]), not key[1])):
+            if graph == "chain":
+                title = "the whole chain"
+            else:
+                title = (
+                    f"{graph}, graph alone" if source == "graphs" else f"{graph}, on the backend"
+                )
+            figures.append(_by_tap(title + (", fed" if fed else ""), groups[graph, fed]))
+    return figures
+
+
+def _by_tap(title: str, rows: Sequence[Comparison]) -> Markup:
+    place: dict[str, int] = {}
+    for row in sorted(rows, key=lambda r: (r.order, r.tap)):
+        place.setdefault(row.tap, len(place))
+    limits = {
+        place[tap]: min(r.limit for r in group)
+        for tap, group in grouped(rows, lambda r: r.tap).items()
+    }
+    axis = Axis(
+        "tap, in the order of the dataflow",
+        -0.5,
+        len(place) - 0.5,
+        [(at, tap) for tap, at in place.items()],
+        steep=True,
+    )
+    chart = log_chart(
+        f"{title}: error per tap",
+        _series(rows, lambda r: place[r.tap], lambda r: r.error),
+        [(at - 0.5, at + 0.5, value) for at, value in sorted(limits.items())],
+        axis,
+        max(300, 90 + 25 * len(place)),
+    )
+    inexact = [r.metric for r in rows if r.limit]  # positions and masks have to be equal
+    ((metric, _),) = Counter(inexact).most_common(1) or [("max", 0)]
+    return figure(f"{title}: {ERROR_OF[metric]}", _mode_names(rows), chart, "limit")
+
+
+def layer_figures(build: BuildReport) -> list[Markup]:
+    """Each layer's worst tensor as a share of its limit, a line per mode."""
+    titles = {
+        (False, False): "blocks",
+        (False, True): "blocks, fed",
+        (True, False): "the whole chain",
+    }
+    figures = []
+    rows = [r for r in build.rows if r.layer is not None]
+    for key, group in sorted(grouped(rows, lambda r: (r.graph == "chain", r.fed)).items()):
+        layers = sorted({r.layer for r in group if r.layer is not None})
+        low, high = layers[0] - 0.5, layers[-1] + 0.5
+        every = max(1, math.ceil(len(layers) / 20))
+        labels = [(float(layer), str(layer)) for layer in layers[::every]]
+        chart = log_chart(
+            f"{titles[key]}: error per layer",
+            _series(group, lambda r: r.layer or 0, used),
+            [(low, high, 1.0)],
+            Axis("layer", low, high, labels),
+            min(max(300, 90 + 60 * len(layers)), 900),
+        )
+        title = f"{titles[key]}: worst error as a share of its limit"
+        figures.append(figure(title, _mode_names(group), chart, "limit"))
+    return figures
+
+
+def _series(
+    rows: Sequence[Comparison], x: Callable[[Comparison], int], y: Callable[[Comparison], float]
+) -> list[Series]:
+    """A line per mode through the worst at each x; the others as its cloud."""
+    series = []
+    for mode, group in _by_mode(rows):
+        points, cloud = [], []
+        for at, here in sorted(grouped(group, x).items()):
+            worst = max(here, key=lambda r: (not r.passed, used(r)))
+            points.append(Point(at, y(worst), _tooltip(worst), not worst.passed))
+            cloud += [(float(at), y(r)) for r in here if r is not worst]
+        series.append(Series(mode or ALL, _color(mode), points, sorted(set(cloud))))
+    return series
+
+
+def _by_mode(rows: Iterable[Comparison]) -> list[tuple[str | None, list[Comparison]]]:
+    groups = grouped(rows, lambda r: r.mode)
+    return [(mode, groups[mode]) for mode in (*MODES, None) if mode in groups]
+
+
+def _color(mode: str | None) -> int:
+    return next((i for i, name in enumerate(MODES) if name == mode), len(MODES))
+
+
+def _mode_names(rows: Iterable[Comparison]) -> list[tuple[str, str]]:
+    return [(mode or ALL, f"s{_color(mode)}") for mode, _ in _by_mode(rows)]
+
+
+def _tooltip(row: Comparison) -> str:
+    verdict = "" if row.passed else " FAILED"
+    return (
+        f"{row.tap} ({row.symbol})\n{where(row)}\n{ERROR_OF[row.metric]} {number(row.error)}, "
+        f"limit {limit_text(row.limit)}{verdict}"
+    )
+
+
+def position_figures(build: BuildReport) -> list[Markup]:
+    """Per mode the first bad tap, what uses most of its limit, and the worst outputs, by token."""
+    bad = build.first_bad
+    rows = [r for r in build.rows if len(r.positions) > 1]
+    groups = grouped(rows, lambda r: r.mode or r.graph)
+    names = (*MODES, *sorted(groups.keys() - set(MODES)))
+    return [_by_position(name, _worst(groups[name], bad)) for name in names if name in groups]
+
+
+def _worst(rows: Sequence[Comparison], bad: Comparison | None) -> list[Comparison]:
+    """At most `LINES`, each another tap: the bad one, what failed, what is near its limit, and two
+    outputs.
+    """
+    ordered = sorted(rows, key=lambda r: (r is not bad, r.passed, -used(r)))
+    taps = [group[0] for group in grouped(ordered, lambda r: r.tap).values()]
+    outputs = [r for r in taps if r.kind == "output"][:2]
+    rest = [r for r in taps if r not in outputs][: LINES - len(outputs)]
+    return [r for r in taps if r in outputs or r in rest]
+
+
+def _by_position(name: str, rows: Sequence[Comparison]) -> Markup:
+    longest = max(len(r.positions) for r in rows)
+    every = max(1, round(longest / 8))
+    series = []
+    for color, row in enumerate(rows):
+        worst = max(range(len(row.positions)), key=lambda i: _size(row.positions[i]))
+        points = [Point(i, v) for i, v in enumerate(row.positions)]
+        text = f"{row.tap}, {where(row)}\nrow {worst}: relative RMS {number(row.positions[worst])}"
+        points[worst] = Point(worst, row.positions[worst], text, not row.passed)
+        series.append(Series(row.tap, color, points))
+    labels = [(float(i), str(i)) for i in range(0, longest, every)]
+    axis = Axis("token, one sequence after the other", -0.5, longest - 0.5, labels)
+    chart = log_chart(f"{name}: error per position", series, [], axis, 620)
+    names = [(f"{r.tap}, {where(r)}", f"s{color}") for color, r in enumerate(rows)]
+    return figure(f"{name}: relative RMS of each token's row", names, chart)
+
+
+def _size(value: float) -> float:
+    return math.inf if math.isnan(value) else value
