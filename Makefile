@@ -155,7 +155,7 @@ quality: $(foreach p,$(PRECISIONS),build/$(NAME)/$p/.weights $(WEIGHTS_$p)) $(IN
 train: .venv/.installed ## train k2-nano anew into build/trained (about 12 minutes)
 	$(PYTHON) models/train.py --out build/trained
 
-full-size: $(FULL_CHECKPOINTS) ## parity of K2 layers at full width with random weights: dense fp32 and fp8, MoE fp8 (40 GB of disk, 5 minutes)
+full-size: $(FULL_CHECKPOINTS) ## parity of K2 layers at full width with random weights: dense fp32 and fp8, MoE fp8 (40 GB of disk, 6 minutes)
 	@$(call FULL_MAKE,k2-dense,fp32) parity
 	@$(call FULL_MAKE,k2,fp8) parity
 

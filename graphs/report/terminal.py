@@ -6,16 +6,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphs.findings import Fragment
+from graphs.findings import Fragment, Source
 from graphs.report.merge import BuildReport, Report
 from graphs.report.wording import first_bad_sentences, notable, number, used, where
 
 COLORS = {"passed": "green", "failed": "bold red"}
 
 
-def summary(report: Report) -> Table:
+WHAT: dict[Source, str] = {"graphs": "each graph alone", "chain": "blocks and chain"}
+
+
+def summary(report: Report, title: str = "parity") -> Table:
     """A line per build."""
-    table = Table(title=f"parity of {report.model}")
+    table = Table(title=f"{report.model}: {title}")
     table.add_column("precision")
     for column in ("compared", "failed"):
         table.add_column(column, justify="right")
@@ -57,7 +60,7 @@ def show(console: Console, fragment: Fragment) -> bool:
     """Print what one parity command found; returns whether all of it is within its limits."""
     build = BuildReport(fragment.precision, (fragment,))
     report = Report(fragment.model, (build,))
-    console.print(summary(report))
+    console.print(summary(report, WHAT[fragment.source]))
     for line in failures(report):
         console.print(line, soft_wrap=True)
     return report.passed
