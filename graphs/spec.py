@@ -10,6 +10,7 @@
         tokenizer/, generation_config.json
         golden/                         what the reference computed for fixed inputs
         parity/                         what the parity commands found (graphs.findings)
+        standalone/<graph>_<layer>/     a copy of one graph for Polygraphy (graphs.standalone)
         <compiler>-<sm>-<profile>/      engines and their manifest
 
 Dimension letters, used by every tensor name and einsum of the project:

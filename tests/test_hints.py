@@ -47,6 +47,7 @@ CONFIG = tiny_config(
     num_attention_heads=4,
     num_key_value_heads=4,
     v_head_dim=36,
+    kv_lora_rank=136,
     moe_intermediate_size=144,
 )
 EDIT = Callable[[Any], None]
@@ -289,6 +290,25 @@ def test_a_scale_grid_transposed(build: Path, layer: int, module: str, tap: str)
     assert module.split(".")[-1] in fragment.hints[0].text
 
 
+@pytest.mark.parametrize("part, tap", [("w_uk", "scores"), ("w_uv", "mix")])
+def test_the_scale_grid_of_kv_b_proj_transposed(build: Path, part: str, tap: str) -> None:
+    c = ModelConfig.from_dict(CONFIG)
+    golden = TensorFile.open(build / "golden" / "dense_000_prefill.safetensors")
+    ratio = np.repeat(golden["regrid.attention"], 128, axis=1)[:, : c.kv_lora_rank]
+    per_head = ratio.reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+    N = c.qk_nope_head_dim
+    by = per_head[:, :N] if part == "w_uk" else per_head[:, N:].transpose(0, 2, 1)
+
+    def edit(tensors: dict[str, Array]) -> None:
+        weight = tensors[f"attention.{part}"]
+        tensors[f"attention.{part}"] = (weight.astype(np.float32) / by).astype(weight.dtype)
+
+    edit_file(build / layer_file(0), edit)
+    fragment = graph_parity(build, threads=1)
+    assert outcome(fragment) == (tap, {"scale_grid_transposed"})
+    assert "kv_b_proj" in fragment.hints[0].text
+
+
 def test_expert_weights_taken_from_the_biased_scores(build: Path) -> None:
     def edit(model: onnx.ModelProto) -> None:
         function = next(f for f in model.functions if f.name == "TopKGate")
@@ -429,8 +449,8 @@ def test_two_layers_weights_exchanged(build: Path) -> None:
     fragment = graph_parity(build, threads=1)
     assert outcome(fragment) == ("x_attn", {"layers_exchanged"})
     texts = {hint.text for hint in fragment.hints}
-    assert any("layer 1 holds layer 2's" in t for t in texts)
-    assert any("layer 2 holds layer 1's" in t for t in texts)
+    wanted = {f"Layer {a}'s weights lie in the file of layer {b}." for a, b in ((1, 2), (2, 1))}
+    assert texts == wanted
 
 
 WEIGHTS = [

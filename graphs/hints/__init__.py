@@ -73,6 +73,6 @@ def _hints(evidence: Evidence, bad: Comparison) -> list[Hint]:
 def _exchanged(case: Case, bad: Comparison, other: int | None) -> list[Hint]:
     if other is None:
         return []
-    text = f"the file of layer {bad.layer} holds layer {other}'s weights, or the other way round"
-    evidence = f"with the weights in layer {other}'s file every tap of the case is within its limit"
+    text = f"layer {bad.layer}'s weights lie in the file of layer {other}"
+    evidence = "read from there, they bring every tap of the case within its limit"
     return [make_hint(case, bad.tap, "layers_exchanged", text, evidence)]

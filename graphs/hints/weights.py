@@ -44,11 +44,12 @@ def grid_hints(evidence: Evidence, tap: str) -> list[Hint]:
     if ratio_NK is None:
         return []
     x_MK, fp8 = _read(evidence, tap, source), evidence.spec.precision == "fp8"
-    weight = evidence.weight(f"{module}.weight")
-    weight_KN = weight * evidence.weight(f"{module}.scale") if fp8 else weight.T
+    weight = evidence.weights[f"{module}.weight"].astype(np.float32)  # which may be a GB
+    weight_KN = weight * evidence.weights[f"{module}.scale"] if fp8 else weight.T
+    weight_KN = weight_KN * ratio_NK.T
     x_MK = _quantised(x_MK) if fp8 else x_MK
     expected, found = evidence.expected(tap), evidence.computed(tap)
-    y_MN = x_MK @ (weight_KN * ratio_NK.T)
+    y_MN = (x_MK.astype(np.float32) @ weight_KN).astype(np.float64)
     turned = _output(evidence, evidence.tap(tap), y_MN, expected.shape)
     return evidence.best(tap, [transposed(module, turned, fp8)], expected, found)
 
@@ -72,7 +73,7 @@ def regrid_of(evidence: Evidence, module: str) -> Array | None:
         return None
     blocks, c = evidence.config.quantization, evidence.config
     assert isinstance(blocks, FP8Blocks), "goldens of other checkpoints hold no regrid.*"
-    spread = np.repeat(ratio.astype(np.float64), blocks.block[1], axis=1)
+    spread = np.repeat(ratio, blocks.block[1], axis=1)
     if module == "attention":
         shape = (c.num_attention_heads, -1, c.kv_lora_rank)
         return spread[:, : c.kv_lora_rank].reshape(shape)
