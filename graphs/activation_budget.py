@@ -4,8 +4,8 @@ The builder says one figure a profile: the most that buffers alive at one time t
 sign of a copy on a machine without a GPU, and it depends on the profile. So it is held against a
 budget, computed from the config:
 
-- every graph: a workspace for matrix products, whose size does not grow; a second one in a block
-  of many rows, and beside a softmax gate;
+- every graph: a workspace for matrix products, whose size does not grow; a block has a second one
+  in prefill, with many rows, and for a softmax gate, whose product is fp32;
 - a block at its linear layers: the rows' widest values there, and one buffer of scores;
 - a block at its softmax: three buffers of scores (keys × tokens × heads) and the rows' queries; in
   some profiles also a fourth, or the workspace. The cache and the weights are read in place;
@@ -30,7 +30,7 @@ from graphs.spec import BuildSpec, GraphName, Precision
 from graphs.tensorfile import DTYPES
 
 WORKSPACE: dict[Precision, int] = {"fp32": 10_240_000, "bf16": 10_240_000, "fp8": 8_192_000}
-FEW_ROWS = 16  # with one workspace
+FEW_ROWS = 8  # with one workspace
 MARGIN, SLACK = 1.05, 1_500_000
 
 
@@ -74,8 +74,9 @@ def _estimate(
     scores = rows * sizes["total"] * c.num_attention_heads * act
     attention, linear = _row_bytes(c, graph, act)
     at_softmax = 3 * scores + (max(workspace, scores) if at_most else 0) + rows * attention
-    if rows > FEW_ROWS or (graph == "moe" and c.scoring_func == "softmax"):
-        workspace *= 2
+    softmax_gate = graph == "moe" and c.scoring_func == "softmax"
+    if mode == "prefill" or rows > FEW_ROWS or softmax_gate:
+        workspace += WORKSPACE["fp32" if graph == "moe" else spec.precision]
     at_linears = workspace + scores + rows * max(attention, linear)
     return max(at_linears, at_softmax)
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import onnx
 import pytest
 from graph_surgery import read_in_3d, replace_graph
+from typer.testing import CliRunner
 
 from export.to_onnx import export_graphs
+from graphs.__main__ import app
 from graphs.activation_budget import excesses
 from graphs.compile import compile_build
 from graphs.config import load_raw_config
@@ -135,6 +137,12 @@ def test_a_copied_weight_breaks_the_budget_and_is_named(
     (excess,) = excesses(spec, "dense", planted.engines["dense"], planted.profile)
     assert (excess.mode, excess.likely) == ("decode", "attention.o.weight")
     assert str(excess).endswith("likely copied at every run: attention.o.weight (58.7 MB)")
+    monkeypatch.setattr("graphs.__main__.compile_build", lambda *_: planted)
+    result = CliRunner().invoke(app, ["compile", str(build), "--target", TARGET])
+    assert result.exit_code == 0
+    assert [line for line in result.output.splitlines() if "warning" in line] == [
+        f"warning: {excess}"
+    ]
     for graph in ("moe", "experts", "head"):
         assert excesses(spec, graph, planted.engines[graph], planted.profile) == []
 
