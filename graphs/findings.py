@@ -209,3 +209,11 @@ def first_bad(rows: Iterable[Comparison]) -> Comparison | None:
         return layer, mode, row.order
 
     return min((row for row in rows if not row.passed), key=place, default=None)
+
+
+def distinct(hints: Iterable[Hint]) -> list[Hint]:
+    """One a cause and text: that of the first case that shows it."""
+    first: dict[tuple[str, str], Hint] = {}
+    for hint in hints:
+        first.setdefault((hint.cause, hint.text), hint)
+    return list(first.values())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graphs.findings import Comparison, Fragment, Hint, Routing, Tie
+from graphs.findings import Comparison, Fragment, Hint, Routing, Tie, distinct
 from graphs.hints.masks import mask_hint, position_hint
 from graphs.metrics import (
     FP8_FREE,
@@ -54,7 +54,7 @@ def runtime_parity(chain: Chain, build: Path) -> Fragment:
         source="chain",
         rows=run.rows,
         routing=run.routing,
-        hints=run.hints,
+        hints=distinct(run.hints),
         not_run=not_run,
     )
 

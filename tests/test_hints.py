@@ -555,6 +555,7 @@ def test_the_runtimes_own_positions(
         )
     fragment = runtime_parity(Chain.load(builds["fp32"], threads=1), builds["fp32"])
     assert outcome(fragment) == ("positions", {"context_length_off_by_one"})
+    assert len(fragment.hints) == 1  # though every case shows it
 
 
 CASE = Case("case", "dense", 0, "chunk")

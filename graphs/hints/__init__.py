@@ -5,7 +5,7 @@ Each hypothesis is a fault that has been made; see `evidence` for when one is be
 
 from collections.abc import Callable, Iterable
 
-from graphs.findings import Comparison, Hint, first_bad
+from graphs.findings import Comparison, Hint, distinct, first_bad
 from graphs.hints.evidence import Evidence, make_hint
 from graphs.hints.gate import choice_hints, score_hints, sum_hints, weight_hints
 from graphs.hints.norms import norm_hints
@@ -48,16 +48,14 @@ def diagnose(
     cases: dict[str, list[Comparison]] = {}
     for row in rows:
         cases.setdefault(row.case, []).append(row)
-    hints: dict[tuple[str, str], Hint] = {}
+    hints: list[Hint] = []
     for case, its in sorted(cases.items()):
         bad = first_bad(its)
         if bad is None or any(row.fed for row in its) > bad.fed:
             continue  # of a free run that fails where the fed one does not, nothing can be said
         evidence = evidence_of(case)
-        found = _hints(evidence, bad) or _exchanged(evidence.case, bad, other_layer(case))
-        for hint in found:
-            hints.setdefault((hint.cause, hint.text), hint)
-    return list(hints.values())
+        hints += _hints(evidence, bad) or _exchanged(evidence.case, bad, other_layer(case))
+    return distinct(hints)
 
 
 def _hints(evidence: Evidence, bad: Comparison) -> list[Hint]:
