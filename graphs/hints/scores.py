@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from graphs.config import ModelConfig
 from graphs.findings import Hint
 from graphs.hints.evidence import Candidate, Evidence
 from graphs.hints.masks import mask_hint
@@ -21,10 +22,11 @@ def attention_hints(evidence: Evidence, tap: str) -> list[Hint]:
         return hints
     seen = (found > MASKED / 2) & (expected > MASKED / 2)
     w_uk = evidence.weight("attention.w_uk")
-    candidates = (
-        Candidate(c.cause, c.text, c.predicted[seen]) for c in _candidates(evidence, w_uk)
-    )
     content, position = _parts(evidence, w_uk)
+    candidates = (
+        Candidate(c.cause, c.text, c.predicted[seen])
+        for c in _candidates(evidence.config, content, position)
+    )
     faultless = (content + position) * evidence.config.softmax_scale
     if hints := evidence.best(tap, candidates, found[seen], expected[seen], faultless[seen]):
         return hints
@@ -65,10 +67,8 @@ def _parts(evidence: Evidence, w_uk: Array) -> tuple[Array, Array]:
     return content, np.einsum("bhsr,btr->bhst", evidence.computed("q_pe_rotated"), rows[..., C:])
 
 
-def _candidates(evidence: Evidence, w_uk: Array) -> Iterator[Candidate]:
-    """Scores with one fault."""
-    c = evidence.config
-    content, position = _parts(evidence, w_uk)
+def _candidates(c: ModelConfig, content: Array, position: Array) -> Iterator[Candidate]:
+    """Scores with one fault, of the two unscaled parts."""
     plain, both = float(c.qk_head_dim) ** -0.5, content + position
     m2 = c.softmax_scale / plain
     scales = {
