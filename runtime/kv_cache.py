@@ -1,172 +1,249 @@
-"""The latent KV cache: one allocation for all layers, and plain integers that say what lies where.
+"""The latent KV cache: one allocation for all layers, and who has which of its rows.
 
 `rows` is [layers, rows, W]. The first slots × stride rows of each layer are viewed as [slots,
-stride, W], so that a range of slots is one contiguous batch, bound in place. Active slots are kept
-dense (the last moves into a hole), and the stride follows the longest sequence in doubling buckets
-of 64 rows: many short sequences or few long ones fit the same memory. What a batch costs is slots ×
-stride rows.
+stride, W], so that a range of slots is one contiguous batch, bound in place; behind them lie the
+rows of finished sequences that a new prompt may begin with. runtime/slots.py says what lies where;
+here is what moves, reads and writes the rows. What a batch costs is slots × stride rows: many short
+sequences or few long ones fit the same memory.
 
 Engines only read the cache. After the whole chain has succeeded, `commit` appends the step's rows
 to all layers at once, so a step that fails anywhere has changed nothing. Every row is finite at all
 times: a masked row still takes part as 0 × value, and 0 × NaN would reach a neighbour.
 """
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from graphs.tensorfile import Array
+from graphs.tensorfile import ALIGNMENT, Array
+from runtime.cache_errors import CacheError, CacheFullError, NonFiniteError, StaleHandleError
+from runtime.device import Buffer, Device
+from runtime.slots import Move, Slots
+from runtime.strides import ROW_MULTIPLE, require_rows, stride_for
 
-ROW_MULTIPLE = 64  # 64 rows of any even width ≥ 2 bytes start on a 256-byte boundary
-SHRINK_FACTOR = 4  # the stride shrinks only where a quarter of it would do: hysteresis
+__all__ = [
+    "ROW_MULTIPLE",
+    "CacheError",
+    "CacheFullError",
+    "CacheStatistics",
+    "LatentCache",
+    "NonFiniteError",
+    "StaleHandleError",
+    "stride_for",
+]
+
+CHECKED_AT_ONCE = 4096  # rows
 
 
-class CacheError(RuntimeError):
-    """A cache operation that was refused; the cache is as it was before the call."""
+@dataclass(frozen=True)
+class CacheStatistics:
+    """Rows are per layer, bytes for all layers; the lower half counts since the cache was made."""
 
-
-def stride_for(length: int) -> int:
-    """The smallest bucket, 64 · 2ⁿ rows, that holds a sequence of this length."""
-    stride = ROW_MULTIPLE
-    while stride < length:
-        stride *= 2
-    return stride
-
-
-@dataclass
-class Slots:
-    """Which sequence lies in which slot, and how long it is; no storage."""
-
-    handles: list[int] = field(default_factory=list)  # by slot
-    lengths: list[int] = field(default_factory=list)  # by slot
-    stride: int = ROW_MULTIPLE
-    issued: int = 0
-
-    def slot(self, handle: int) -> int:
-        """Raises CacheError where the handle is not that of a live sequence."""
-        if handle not in self.handles:
-            raise CacheError(
-                f"sequence {handle}: no such live sequence (live: {self.handles}); it was freed, "
-                "or never allocated"
-            )
-        return self.handles.index(handle)
+    bytes_per_token: int
+    stride: int
+    rows_in_use: int  # slots × stride
+    bytes_in_use: int
+    rows_inactive: int
+    rows_peak: int  # the most that were in use
+    rows_moved: int  # copied from place to place, prefixes included
+    evictions: int  # of inactive sequences
+    prefix_hits: int
+    prefix_rows: int  # reused by them
+    tokens_committed: int
 
 
 class LatentCache:
-    """See the module's docstring. A sequence is known by the handle that `allocate` returned."""
+    """See the module's docstring. A sequence is known by the handle that `allocate` returned.
 
-    def __init__(self, layers: int, rows: int, width: int, dtype: np.dtype[Any]) -> None:
+    An operation that raises has changed nothing. `handles` and `lengths` are by slot.
+    """
+
+    def __init__(
+        self, device: Device, layers: int, rows: int, width: int, dtype: np.dtype[Any]
+    ) -> None:
+        """Raises DeviceError where there is no memory for it."""
         if rows < ROW_MULTIPLE or rows % ROW_MULTIPLE:
             raise ValueError(f"rows: a multiple of {ROW_MULTIPLE} expected, found {rows}")
-        self.rows: Array = np.zeros((layers, rows, width), dtype=dtype)
-        self.slots = Slots()
+        if ROW_MULTIPLE * width * dtype.itemsize % ALIGNMENT:
+            raise ValueError(
+                f"{ROW_MULTIPLE} rows: a multiple of {ALIGNMENT} bytes expected, found "
+                f"{width} × {dtype.itemsize} bytes a row"
+            )
+        self.device, self.dtype = device, dtype
+        self.rows: Buffer = device.zeros((layers, rows, width), dtype)
+        self.slots = Slots(rows)
+        self._peak = self._moved = self._committed = 0
 
     @property
     def capacity(self) -> int:
         """Rows per layer."""
-        return int(self.rows.shape[1])
+        return self.slots.capacity
+
+    @property
+    def stride(self) -> int:
+        return self.slots.stride
+
+    @property
+    def handles(self) -> list[int]:
+        return [sequence.handle for sequence in self.slots.active]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(sequence.tokens) for sequence in self.slots.active]
+
+    def slot(self, handle: int) -> int:
+        """Raises StaleHandleError; changes when another sequence is freed."""
+        return self.slots.slot(handle)
 
     def length(self, handle: int) -> int:
-        return self.slots.lengths[self.slots.slot(handle)]
+        """Raises StaleHandleError."""
+        return len(self.slots.active[self.slots.slot(handle)].tokens)
 
-    def allocate(self) -> int:
-        """A handle for a new, empty sequence, in the slot behind the last. Raises CacheError."""
-        self._require(len(self.slots.handles) + 1, self.slots.stride)
-        self.slots.issued += 1
-        self.slots.handles.append(self.slots.issued)
-        self.slots.lengths.append(0)
+    def tokens(self, handle: int) -> list[int]:
+        """The ids that its rows are of. Raises StaleHandleError."""
+        return list(self.slots.active[self.slots.slot(handle)].tokens)
+
+    def allocate(self, prompt: Sequence[int] = ()) -> int:
+        """A handle for a new sequence, in the slot behind the last.
+
+        It begins with the longest prefix of the prompt that any sequence has cached, without the
+        last token, which is to be run for its logits; `length` says how much that is. Raises
+        CacheFullError.
+        """
+        self._move(self.slots.allocate(array("q", prompt)))
         return self.slots.issued
 
-    def free(self, handle: int) -> None:
-        """Forget a sequence; the last slot's rows move into its place. Raises CacheError."""
-        slots, hole = self.slots, self.slots.slot(handle)
-        last = len(slots.handles) - 1
-        if hole != last:
-            source, target, count = last * slots.stride, hole * slots.stride, slots.lengths[last]
-            self.rows[:, target : target + count] = self.rows[:, source : source + count]
-            slots.handles[hole], slots.lengths[hole] = slots.handles[last], slots.lengths[last]
-        slots.handles.pop()
-        slots.lengths.pop()
-        needed = stride_for(max(slots.lengths, default=0))
-        if needed * SHRINK_FACTOR <= slots.stride:
-            self._set_stride(needed)
+    def fork(self, handle: int, length: int | None = None) -> int:
+        """A handle for a new sequence that begins with the first `length` rows of another's.
 
-    def reserve(self, counts: Sequence[int]) -> None:
-        """Make room for `counts` further rows in slots 0, 1, …; grows the stride where needed.
-
-        Raises CacheError, before anything moved, where slots × stride would not fit.
+        Raises StaleHandleError, CacheFullError, and CacheError where it is not as long.
         """
-        lengths = list(self.slots.lengths)
-        for slot, count in enumerate(counts):
-            lengths[slot] += count
-        longest = max(lengths, default=0)
-        stride = stride_for(longest)
-        if len(lengths) == 1:  # a single sequence may use every row
-            stride = min(stride, self.capacity)
-        self._require(len(lengths), max(stride, longest))
-        if stride > self.slots.stride:
-            self._set_stride(stride)
+        self._move(self.slots.fork(handle, length))
+        return self.slots.issued
 
-    def context(self, layer: int, first: int, count: int) -> Array:
+    def truncate(self, handle: int, length: int) -> None:
+        """Drop rows from the end. Raises StaleHandleError; CacheError where it is not as long."""
+        self._move(self.slots.truncate(handle, length))
+
+    def free(self, handle: int, keep: bool = False) -> None:
+        """Forget a sequence; with `keep`, its rows stay for reuse while there is room for them.
+
+        Raises StaleHandleError.
+        """
+        self._move(self.slots.free(handle, keep))
+
+    def require(self, lengths: Sequence[int]) -> None:
+        """Raises CacheFullError where sequences of these lengths cannot be active together."""
+        if lengths:
+            require_rows(self.capacity, len(lengths), max(lengths))
+
+    def reserve(self, first: int, counts: Sequence[int]) -> None:
+        """Make room for counts[b] further rows in slot first+b; slots stay in their order.
+
+        Raises CacheFullError, and CacheError where a slot is not in use.
+        """
+        self._move(self.slots.reserve(first, counts))
+
+    def context(self, layer: int, first: int, count: int) -> Buffer:
         """The cached rows of `count` slots, [count, L, W], contiguous, in place; to be read only.
 
-        L is the stride, and just the sequence's length where there is one slot.
+        L is the stride, and just the sequence's length where there is one slot. Raises CacheError
+        where a slot is not in use.
         """
-        slots = self.slots
-        start, width = first * slots.stride, self.rows.shape[2]
+        self.slots.require_slots(first, count)
+        start = first * self.stride
         if count == 1:
-            return self.rows[layer, start : start + slots.lengths[first]][None]
-        view = self.rows[layer, start : start + count * slots.stride]
-        return view.reshape(count, slots.stride, width)
+            return self.rows[layer, start : start + len(self.slots.active[first].tokens)][None]
+        view = self.rows[layer, start : start + count * self.stride]
+        return view.reshape(count, self.stride, -1)
 
-    def commit(self, first: int, staged: Array, counts: Sequence[int]) -> None:
-        """Append staged[:, b, :counts[b]] to slot first+b, for all layers or for none.
+    def commit(self, first: int, staged: Buffer, tokens: Sequence[Sequence[int]]) -> None:
+        """Append staged[:, b, :len(tokens[b])] to slot first+b, for all layers or for none.
 
-        staged: [layers, B, S, W]. Raises CacheError where a row to be kept is not finite (naming
-        layer and sequence) or does not fit.
+        staged: [layers, B, S, W], the rows of these tokens. Raises NonFiniteError, and CacheError
+        where slots, shapes or types do not match or room was not reserved.
         """
-        for b, count in enumerate(counts):
-            self._require_finite(staged[:, b, :count], self.slots.handles[first + b])
-            if self.slots.lengths[first + b] + count > self.slots.stride:
-                raise CacheError("commit: rows were not reserved before the step")
-        for b, count in enumerate(counts):
-            slot = first + b
-            start = slot * self.slots.stride + self.slots.lengths[slot]
-            self.rows[:, start : start + count] = staged[:, b, :count]
-            self.slots.lengths[slot] += count
+        ids = [array("q", sequence) for sequence in tokens]
+        self._check_step(first, staged, [len(sequence) for sequence in ids])
+        layers, B, S, W = staged.shape
+        lengths = self.lengths[first:]
+        places = [(first + b) * self.stride + lengths[b] + np.arange(len(ids[b])) for b in range(B)]
+        kept = np.concatenate([b * S + np.arange(len(ids[b])) for b in range(B)])
+        rows = staged.reshape(layers, B * S, W)
+        self._require_finite(first, self.device.finite_rows(rows, kept), kept // S)
+        self.device.put_rows(self.rows, np.concatenate(places), rows, kept)
+        for sequence, new in zip(self.slots.active[first:], ids, strict=False):
+            sequence.tokens.extend(new)
+        self._committed += len(kept)
+
+    @property
+    def stats(self) -> CacheStatistics:
+        slots, bytes_per_token = self.slots, self._bytes_per_token
+        rows = len(slots.active) * slots.stride
+        return CacheStatistics(
+            bytes_per_token=bytes_per_token,
+            stride=slots.stride,
+            rows_in_use=rows,
+            bytes_in_use=rows * bytes_per_token,
+            rows_inactive=slots.inactive_rows,
+            rows_peak=self._peak,
+            rows_moved=self._moved,
+            evictions=slots.evictions,
+            prefix_hits=slots.prefix_hits,
+            prefix_rows=slots.prefix_rows,
+            tokens_committed=self._committed,
+        )
+
+    @property
+    def _bytes_per_token(self) -> int:
+        layers, _, width = self.rows.shape
+        return int(layers * width * self.dtype.itemsize)
 
     def check(self) -> None:
         """Verify every invariant; raises AssertionError naming the one that broke."""
-        slots = self.slots
-        used = len(slots.handles) * slots.stride
-        assert len(slots.handles) == len(slots.lengths) == len(set(slots.handles)), "handles"
-        assert used <= self.capacity, f"{used} rows in use of {self.capacity}"
-        assert all(0 <= n <= slots.stride for n in slots.lengths), "a length beyond the stride"
-        assert slots.stride % ROW_MULTIPLE == 0, f"stride {slots.stride}"
-        assert np.isfinite(self.rows).all(), "a row that is not finite"
+        self.slots.check()
+        layers, stats = self.rows.shape[0], self.stats
+        assert stats.rows_in_use <= stats.rows_peak <= self.capacity, f"peak: {stats}"
+        assert stats.prefix_hits <= stats.prefix_rows, f"prefix hits: {stats}"
+        for layer in range(layers):
+            for slot in range(len(self.slots.active)):
+                address = self.device.address(self.context(layer, slot, 1))
+                assert address % ALIGNMENT == 0, f"layer {layer}, slot {slot}: address {address}"
+        for start in range(0, self.capacity, CHECKED_AT_ONCE):
+            rows = np.arange(start, min(start + CHECKED_AT_ONCE, self.capacity))
+            bad = np.argwhere(~self.device.finite_rows(self.rows, rows))
+            assert not len(bad), f"layer {bad[0, 0]}, row {start + bad[0, 1]}: not finite"
 
-    def _require(self, count: int, stride: int) -> None:
-        if count * stride > self.capacity:
+    def _move(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            if move.count and move.source != move.target:
+                self.device.move_rows(self.rows, move.source, move.target, move.count)
+                self._moved += move.count
+        self._peak = max(self._peak, len(self.slots.active) * self.slots.stride)
+
+    def _check_step(self, first: int, staged: Buffer, counts: list[int]) -> None:
+        self.slots.require_slots(first, len(counts))
+        layers, _, width = self.rows.shape
+        expected, found = (layers, len(counts), max(counts), width), tuple(staged.shape)
+        same = (*expected[:2], width) == (*found[:2], found[-1]) and len(found) == 4
+        if not same or found[2] < expected[2] or self.device.dtype(staged) != self.dtype:
             raise CacheError(
-                f"the cache holds {self.capacity} rows a layer; {count} sequences of up to "
-                f"{stride} rows need {count} × {stride} = {count * stride}"
+                f"commit: {self.dtype} {list(expected)}, or more in its third place, expected, "
+                f"found {self.device.dtype(staged)} {list(found)}"
             )
+        for b, count in enumerate(counts):
+            sequence = self.slots.active[first + b]
+            if len(sequence.tokens) + count > self.stride:
+                raise CacheError(
+                    f"commit: sequence {sequence.handle} has {len(sequence.tokens)} rows; {count} "
+                    f"more were not reserved before the step (stride {self.stride})"
+                )
 
-    def _require_finite(self, rows: Array, handle: int) -> None:
-        finite = np.isfinite(rows).all(axis=(1, 2))
+    def _require_finite(self, first: int, finite: Array, batch: Array) -> None:
+        """finite: [layers, N]; batch [N]: which row of the batch it is of."""
         if not finite.all():
-            raise CacheError(
-                f"layer {int(np.argmin(finite))}, sequence {handle}: a new cache row holds NaN or "
-                "infinity; nothing was committed"
-            )
-
-    def _set_stride(self, stride: int) -> None:
-        """Lay all slots out anew: last first where they move up, else first first."""
-        old, lengths = self.slots.stride, self.slots.lengths
-        order = range(len(lengths))
-        for slot in reversed(order) if stride > old else order:
-            source, target, count = slot * old, slot * stride, lengths[slot]
-            self.rows[:, target : target + count] = self.rows[:, source : source + count]
-        self.slots.stride = stride
+            layer, n = np.argwhere(~finite)[0]
+            raise NonFiniteError(int(layer), self.slots.active[first + int(batch[n])].handle)
