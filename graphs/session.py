@@ -16,8 +16,12 @@ from graphs.passes.widen import widen
 from graphs.spec import BuildSpec
 from graphs.tensorfile import DTYPES, Array
 
-_ONNX_TYPE = {dtype: TensorProto.DataType.Value(n.upper()) for n, (_, dtype) in DTYPES.items()}
+ONNX_TYPE = {dtype: TensorProto.DataType.Value(n.upper()) for n, (_, dtype) in DTYPES.items()}
 _CARRIER = {1: np.uint8, 2: np.uint16}
+
+
+class SessionError(RuntimeError):
+    """A graph that ONNX Runtime does not take where it was to run."""
 
 
 def ort_value(array: Array) -> Any:
@@ -26,26 +30,37 @@ def ort_value(array: Array) -> Any:
     """
     if not array.flags.c_contiguous:
         raise ValueError(f"a contiguous array expected, found strides {array.strides}")
-    onnx_type = _ONNX_TYPE[array.dtype]
+    onnx_type = ONNX_TYPE[array.dtype]
     if array.dtype.kind != "V" and array.dtype.itemsize > 2:
         return ort.OrtValue.ortvalue_from_numpy(array)
     carrier = array.view(_CARRIER[array.dtype.itemsize])
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(carrier, onnx_type)
 
 
-def open_session(spec: BuildSpec, content: bytes, threads: int) -> Any:
-    """A CPU session of one graph: fp32 as exported, other precisions in their widened form.
+def open_session(
+    spec: BuildSpec, content: bytes, threads: int, cuda_stream: int | None = None
+) -> Any:
+    """A session of one graph: on the CPU fp32 as exported, other precisions in their widened form.
 
-    `threads` is ONNX Runtime's thread count, 0 for one per core.
+    `threads` is ONNX Runtime's thread count, 0 for one per core. With a stream's handle the graph
+    runs on its GPU, as exported. Raises SessionError where that cannot be.
     """
-    if spec.precision != "fp32":
+    if spec.precision != "fp32" and cuda_stream is None:
         content = widen(onnx.load_from_string(content)).SerializeToString()
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
     # its FP8 Q/DQ fusion makes a node that it then rejects
     options.add_session_config_entry("session.disable_quant_qdq", "1")
-    return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    if cuda_stream is None:
+        return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    # without this it would run on the CPU what it cannot on the GPU, in silence
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    provider = ("CUDAExecutionProvider", {"device_id": 0, "user_compute_stream": str(cuda_stream)})
+    try:
+        return ort.InferenceSession(content, options, providers=[provider])
+    except Exception as e:  # a type of its own for each of its statuses
+        raise SessionError(f"ONNX Runtime cannot run the graph on the GPU: {e}") from e
 
 
 def run(

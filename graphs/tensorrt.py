@@ -1,10 +1,11 @@
-"""The one module that knows TensorRT: which flavour, and how one engine is built.
+"""The one module that imports TensorRT: which flavour, and how one engine is built.
 
 Two flavours share one Python API. `rtx` is TensorRT-RTX: it builds for a chosen GPU on a machine
 that has none. `tensorrt` is TensorRT for data-centre GPUs: it builds for the GPU of the machine.
 Polygraphy drives both and decides by an environment variable, once, when it is first imported; it
 also owns the builder's logger. So `build_engine` changes the process it runs in, and wants one of
-its own (graphs.compile gives it one). Importing this module imports none of these packages.
+its own (graphs.compile gives it one). Importing this module imports none of these packages. How
+engines are run is runtime/engine.py's, which is handed the module that `load_tensorrt` returns.
 """
 
 import importlib

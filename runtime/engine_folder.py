@@ -1,0 +1,61 @@
+"""The engines of a build that this GPU and this TensorRT can run."""
+
+from pathlib import Path
+
+from graphs.manifest import MODES, Manifest
+from graphs.shapes import input_bounds
+from graphs.spec import GRAPHS, BuildError, BuildSpec, GraphName
+from graphs.tensorrt import MODULES
+from runtime.cuda import CudaDevice
+
+
+def find_engines(build: Path, device: CudaDevice) -> Path:
+    """The one folder of engines for this GPU. Raises BuildError where there is none, or several."""
+    folders = sorted(path.parent for path in build.glob("*/manifest.json"))
+    fitting = [folder for folder in folders if f"-sm{device.sm}-" in folder.name]
+    if len(fitting) == 1:
+        return fitting[0]
+    names = ", ".join(folder.name for folder in fitting or folders)
+    if fitting:
+        raise BuildError(f"{build}: engines for sm{device.sm} in {names}; say which to use")
+    others = f", only {names}" if folders else ""
+    raise BuildError(f"{build}: no engines for this GPU, {device.name}{others}; {_compile(device)}")
+
+
+def check_target(manifest: Manifest, folder: Path, device: CudaDevice) -> None:
+    """Raises BuildError where the engines are another GPU's."""
+    if manifest.target != f"sm{device.sm}":
+        raise BuildError(
+            f"{folder}: engines for {manifest.target}, but this GPU, {device.name}, is "
+            f"sm{device.sm}; {_compile(device)}"
+        )
+
+
+def read_engines(folder: Path, manifest: Manifest, spec: BuildSpec) -> dict[GraphName, bytes]:
+    """Every engine's file. Raises BuildError where one is absent, damaged, or of another build."""
+    contents = {}
+    for graph in GRAPHS:
+        contents[graph] = manifest.engine_bytes(folder, graph, spec.graphs[graph].sha256)
+        for mode in MODES:
+            expected = input_bounds(spec.graphs[graph], mode, manifest.profile)
+            if manifest.engines[graph].shapes[mode] != expected:
+                raise BuildError(
+                    f"{folder / manifest.engines[graph].file}: {mode}: other shapes than profile "
+                    f"{manifest.profile.name} has; compile it again"
+                )
+    return contents
+
+
+def check_version(manifest: Manifest, folder: Path, installed: str) -> None:
+    """Raises BuildError where another TensorRT than the one installed built an engine."""
+    module = MODULES[manifest.compiler]
+    for record in manifest.engines.values():
+        if (found := record.versions.get(module)) != installed:
+            raise BuildError(
+                f"{folder / record.file}: {module} {installed} is installed, {found} built it; "
+                "compile again, or install that version"
+            )
+
+
+def _compile(device: CudaDevice) -> str:
+    return f"compile them: `python -m graphs compile BUILD --target sm{device.sm}`"
