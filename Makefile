@@ -120,8 +120,8 @@ PRESET_TARGETS := sm120 sm89
 PRESET_MANIFESTS := $(foreach preset,$(PRESETS),$(foreach target,$(PRESET_TARGETS),\
 	build/$(preset)/$(PRECISION)/$(COMPILER)-$(target)-b$(BATCH)t$(TOKENS)c$(CONTEXT)/manifest.json))
 
-.PHONY: help setup graphs weights golden parity engines presets generate evaluate quality train full-size bench lint test check \
-	clean
+.PHONY: help setup graphs weights golden parity engines presets generate evaluate quality train full-size bench gpu-check lint \
+	test check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -163,6 +163,9 @@ bench: $(FULL_CHECKPOINTS) ## full width: a MoE decode step's seconds and memory
 	@$(call FULL_MAKE,k2,fp8) weights
 	$(PYTHON) bench/moe_step.py $(FULL)/k2/fp8
 	$(PYTHON) bench/packing.py $(FULL)/k2/checkpoint $(FULL)/k2/fp8
+
+gpu-check: $(foreach p,$(PRECISIONS),build/$(NAME)/$p/.golden $(WEIGHTS_$p) $(GOLDENS_$p)) ## the runtime's tests and parity of all precisions on this machine's GPU, in one table
+	@$(PYTHON) bench/gpu_check.py $(PRECISIONS:%=build/$(NAME)/%)
 
 lint: .venv/.installed ## ruff and mypy
 	.venv/bin/ruff check .

@@ -22,7 +22,8 @@ from graphs.cli import make_app, run
 from graphs.spec import BuildError, BuildSpec, layer_file
 from graphs.tensorfile import Array
 from runtime.chain import Chain, step_mask
-from runtime.routing import add_experts, expert_slots
+from runtime.load import load_chain
+from runtime.routing import expert_slots
 
 CACHED = 1000
 SAMPLE_SECONDS = 0.002
@@ -95,9 +96,10 @@ class DecodeStep:
         out, backend = self.outputs, self.chain.backend
         backend.block("moe", self.layer, self.inputs, out)
         valid = np.ones(1, dtype=bool)
-        groups = expert_slots(out["experts"], out["expert_weights"], valid, self.chain.spec.slots)
+        slots = self.chain.spec.slots
+        groups = list(expert_slots(out["experts"], out["expert_weights"], valid, slots))
         acc, spare = out["acc"].copy(), np.empty_like(out["acc"])
-        y, _ = add_experts(backend, self.layer, groups, out["h"], acc, spare)
+        y, _ = backend.experts(self.layer, groups, out["h"], acc, spare)
         assert np.isfinite(y).all()
         return sorted(out["experts"][0].tolist())
 
@@ -123,7 +125,7 @@ def main(
     if not config.count("moe"):
         raise BuildError(f"{build}: a model with a MoE layer expected, found dense layers only")
     layer = config.first_k_dense_replace
-    step = DecodeStep(Chain.load(build, threads=threads), layer)
+    step = DecodeStep(load_chain(build, cache=64, threads=threads), layer)
     before = anonymous_bytes()
     with Peak() as peak:
         seconds = []

@@ -32,8 +32,9 @@ from graphs.quantization import Int4Groups
 from graphs.scoring import WINDOW, Logits, Scores, divergence, scored_logits
 from graphs.spec import BuildError
 from graphs.tensorfile import Array
-from runtime.chain import Chain, StepError
+from runtime.chain import StepError
 from runtime.evaluate import chain_logits, text_tokens
+from runtime.load import load_chain
 from runtime.tokenizer import PromptError, Tokenizer
 from runtime.tokenizer_files import load_tokenizer
 
@@ -95,7 +96,7 @@ class Subject:
 
     def of_build(self, name: str) -> Scored:
         profile = Profile(tokens=WINDOW, context=WINDOW)
-        chain = Chain.load(self.builds / name, profile, threads=self.threads)
+        chain = load_chain(self.builds / name, profile=profile, threads=self.threads)
         return self._score(chain_logits(chain), self.text)
 
     def of_model(self, model: ReferenceModel, text_bytes: int | None = None) -> Scored:

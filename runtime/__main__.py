@@ -1,100 +1,119 @@
 """`python -m runtime`: generate, evaluate and check parity from a build folder."""
 
-import json
 import sys
 import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
+from rich.filesize import decimal
+from rich.progress import TextColumn, TimeElapsedColumn
 
 from graphs.cli import make_app, progress_bar, run, wide_console
-from graphs.config import ModelConfig
 from graphs.manifest import Profile
-from graphs.report.terminal import show
-from graphs.scoring import Scores
-from graphs.spec import GRAPHS, BuildError, BuildSpec
-from runtime.chain import Chain, StepError, require_ids
-from runtime.chat import Chat, parse_messages
+from graphs.report.terminal import show as show_report
+from graphs.scoring import WINDOW, Scores
+from graphs.spec import BuildError, BuildSpec
+from runtime import options as arg
+from runtime.backends import BackendError
+from runtime.chain import Chain, StepError
+from runtime.device import DeviceError
+from runtime.encoder import Encoder, GenerationOptions
 from runtime.evaluate import evaluate as evaluate_text
-from runtime.generate import generate as generate_tokens
+from runtime.jobs import Job, make_jobs
 from runtime.kv_cache import CacheError
+from runtime.load import LoadOptions, load_chain
+from runtime.options import cache_option, load_options
 from runtime.parity import runtime_parity
-from runtime.sampling import Sampler, SamplingError
-from runtime.stop_ids import stop_ids
-from runtime.tokenizer import PromptError, Tokenizer
+from runtime.prompts import Asked, given_file, given_ids, given_messages, given_texts
+from runtime.request import Completion, Request
+from runtime.results import Results, json_line, plain_text
+from runtime.run_jobs import run_jobs, stream_job
+from runtime.sampling import SamplingError, SamplingParams
+from runtime.scheduler import Scheduler
+from runtime.signals import Interruption
+from runtime.tokenizer import PromptError
 from runtime.tokenizer_files import load_tokenizer
 
-app = make_app("Tokens from a build folder, on ONNX Runtime.")
-
-Build = Annotated[Path, typer.Argument(help="Build folder, build/MODEL/PRECISION.")]
-Threads = Annotated[int, typer.Option(help="ONNX Runtime's threads; 0: one per core.")]
-Context = Annotated[int, typer.Option(min=1, help="Cache rows, and the longest sequence.")]
-Chunk = Annotated[int, typer.Option(min=1, help="Prompt tokens a step.")]
+app = make_app("Tokens from a build folder, on ONNX Runtime or TensorRT.")
 
 
 @app.command()
 def generate(
-    build: Build,
-    prompt: Annotated[str | None, typer.Option(help="Text to go on from.")] = None,
-    prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead: 1,2,3")] = None,
-    messages: Annotated[
-        Path | None,
-        typer.Option(help="Chat instead: a JSON list of role and content; -: standard input."),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    seed: int = 0,
-    context: Context = 4096,
-    chunk: Chunk = 128,
-    threads: Threads = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one object: prompt_ids, tokens, text.")
-    ] = False,
+    build: arg.Build,
+    prompt: arg.PromptTexts = None,
+    prompt_ids: arg.PromptIds = None,
+    messages: arg.Messages = None,
+    prompts: arg.PromptsFile = None,
+    max_new_tokens: arg.MaxNewTokens = Request.max_new_tokens,
+    temperature: arg.Temperature = SamplingParams.temperature,
+    top_k: arg.TopK = SamplingParams.top_k,
+    top_p: arg.TopP = SamplingParams.top_p,
+    min_p: arg.MinP = SamplingParams.min_p,
+    repetition_penalty: arg.RepetitionPenalty = SamplingParams.repetition_penalty,
+    seed: arg.Seed = SamplingParams.seed,
+    stop: arg.Stop = None,
+    backend: arg.Backend = "onnxruntime",
+    provider: arg.OnProvider = None,
+    engines: arg.Engines = None,
+    cache: arg.Cache = None,
+    context: arg.Context = None,
+    batch: arg.Batch = None,
+    chunk: arg.Chunk = None,
+    threads: arg.Threads = None,
+    verify: arg.Verify = False,
+    as_json: arg.AsJson = False,
+    out: arg.Out = None,
 ) -> None:
-    """Write text: streamed as it comes, with tokens/s at the end."""
-    if sum(given is not None for given in (prompt, prompt_ids, messages)) != 1:
-        raise typer.BadParameter("exactly one of --prompt, --prompt-ids and --messages is needed")
+    """Write text: one prompt's as it comes; of several, which run side by side, in their order.
+
+    Exit status 1 where one ended in an error. SIGINT or SIGTERM keeps what is finished by then.
+    """
+    limits = {"context": context, "batch": batch, "chunk": chunk}
+    options = load_options(backend, provider, engines, threads, verify, limits)
+    if cache is not None:
+        options["cache"] = cache_option(cache)
+    sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    common: GenerationOptions = {
+        "max_new_tokens": max_new_tokens,
+        "sampling": sampling,
+        "stop": stop or [],
+    }
+    asked = _asked(prompt, prompt_ids, messages, prompts)
     config = BuildSpec.load(build).config
-    stop = stop_ids(build, config)
-    tokenizer = _tokenizer(build, config, required=prompt_ids is None)
-    if prompt_ids is not None:
-        ids = _parse_ids(prompt_ids)
-    else:
-        assert tokenizer is not None
-        ids, more = _encode(build, tokenizer, prompt, messages)
-        stop |= more
-    require_ids(ids, config.vocab_size)
-    sampler = Sampler(temperature, seed)
-    chain = _load(build, Profile(tokens=chunk, context=context), threads)
-    stream = tokenizer.stream() if tokenizer else None
-    tokens: list[int] = []
-    text = ""
-
-    def emit(piece: str) -> None:
-        nonlocal text
-        text += piece
-        if not as_json:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-
-    start = time.perf_counter()
-    for token in generate_tokens(chain, ids, max_new_tokens, sampler, stop):
-        tokens.append(token)
-        emit(stream.push(token) if stream else f"{token} ")
-    seconds = time.perf_counter() - start
-    emit(stream.finish() if stream else "")
-    if as_json:
-        print(json.dumps({"prompt_ids": ids, "tokens": tokens, "text": text if stream else None}))
-    else:
-        print()
-        rate = len(tokens) / seconds
-        print(f"{len(tokens)} tokens in {seconds:.2f} s, {rate:.1f} tokens/s", file=sys.stderr)
+    encoder = Encoder(build, config)
+    jobs = make_jobs(asked, encoder, common, config, options.get("profile"))
+    if encoder.no_tokenizer:
+        print(f"token ids are printed instead of text: {encoder.no_tokenizer}", file=sys.stderr)
+    streaming = len(jobs) == 1 and not as_json
+    results = Results(jobs, _shown_as(as_json, streaming), out)
+    with Interruption() as interruption, results:
+        chain = _load(build, options)
+        scheduler = Scheduler(chain, encoder.tokenizer)
+        with closing(chain.backend), closing(scheduler):
+            interruption.patient = True
+            start = time.perf_counter()
+            if streaming:
+                stream_job(scheduler, jobs[0], interruption, results, _write)
+            else:
+                run_jobs(scheduler, jobs, interruption, results)
+            seconds = time.perf_counter() - start
+    for job, error in results.failed:
+        print(f"error: {job.where}: {' '.join(str(error).split())}", file=sys.stderr)
+    if interruption.received:
+        _leave(interruption, f": {len(results.ended)} of {len(jobs)} finished")
+    if not as_json:
+        rate = f"{results.tokens / seconds:.1f} tokens/s"
+        print(f"{results.tokens} tokens in {seconds:.2f} s, {rate}", file=sys.stderr)
+    if results.failed:
+        raise typer.Exit(1)
 
 
 @app.command()
 def evaluate(
-    build: Build,
+    build: arg.Build,
     text: Annotated[Path, typer.Option(help="File to score.")],
     out: Annotated[
         Path | None,
@@ -105,17 +124,25 @@ def evaluate(
     against: Annotated[
         Path | None, typer.Option(help="What another build's --out wrote: compare with it.")
     ] = None,
-    threads: Threads = 0,
+    backend: arg.Backend = "onnxruntime",
+    provider: arg.OnProvider = None,
+    engines: arg.Engines = None,
+    threads: arg.Threads = None,
+    verify: arg.Verify = False,
 ) -> None:
     """Bits per byte and per token, in windows of 512 tokens with at least 255 tokens of context."""
+    options = load_options(backend, provider, engines, threads, verify)
+    options["cache"] = WINDOW
+    if "profile" in options:
+        options["profile"] = Profile(tokens=WINDOW, context=WINDOW)
     if not text.is_file():
         raise BuildError(f"{text}: no such file")
     if out is not None and not out.parent.is_dir():
         raise BuildError(f"{out.parent}: no such folder for --out")
     reference = None if against is None else Scores.load(against)
     tokenizer = load_tokenizer(build, BuildSpec.load(build).config)
-    chain = _load(build, Profile(tokens=512, context=512), threads)
-    with progress_bar() as progress:
+    chain = _load(build, options)
+    with closing(chain.backend), progress_bar() as progress:
         task = progress.add_task("scoring", total=None)
         scores = evaluate_text(
             chain,
@@ -134,68 +161,86 @@ def evaluate(
 
 
 @app.command()
-def parity(build: Build, threads: Threads = 0) -> None:
+def parity(
+    build: arg.Build,
+    backend: arg.Backend = "onnxruntime",
+    provider: arg.OnProvider = None,
+    engines: arg.Engines = None,
+    threads: arg.Threads = None,
+    verify: arg.Verify = False,
+) -> None:
     """Replay the goldens of blocks and of the whole chain; exit status 1 past tolerance.
 
     What was found goes to BUILD/parity/chain.json, of which `python -m graphs report` makes a page.
     """
-    chain = _load(build, Profile(), threads)
-    fragment = runtime_parity(chain, build)
+    chain = _load(build, load_options(backend, provider, engines, threads, verify))
+    with closing(chain.backend):
+        fragment = runtime_parity(chain, build)
     fragment.save(build)
-    if not show(wide_console(), fragment):
+    if not show_report(wide_console(), fragment):
         raise typer.Exit(1)
 
 
-def _load(build: Path, profile: Profile, threads: int) -> Chain:
-    """A chain, with a progress bar on standard error."""
-    steps = len(GRAPHS) + BuildSpec.load(build).config.num_hidden_layers
-    with progress_bar() as progress:
-        task = progress.add_task("loading", total=steps)
-        return Chain.load(
-            build,
-            profile,
-            threads=threads,
-            progress=lambda what: progress.update(task, description=what, advance=1),
+def _asked(
+    prompt: list[str] | None,
+    prompt_ids: list[str] | None,
+    messages: Path | None,
+    prompts: Path | None,
+) -> list[Asked]:
+    if sum(bool(given) for given in (prompt, prompt_ids, messages, prompts)) != 1:
+        raise typer.BadParameter(
+            "exactly one of --prompt, --prompt-ids, --messages and --prompts is needed"
         )
+    if prompt:
+        return given_texts(prompt)
+    if prompt_ids:
+        return given_ids(prompt_ids)
+    if messages:
+        return given_messages(messages)
+    assert prompts is not None
+    return given_file(prompts)
 
 
-def _tokenizer(build: Path, config: ModelConfig, required: bool) -> Tokenizer | None:
-    """None, with a word on standard error, where it is not required and cannot be read."""
-    try:
-        return load_tokenizer(build, config)
-    except BuildError as e:
-        if required:
-            raise
-        print(f"token ids are printed instead of text: {e}", file=sys.stderr)
-        return None
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
 
 
-def _encode(
-    build: Path, tokenizer: Tokenizer, prompt: str | None, messages: Path | None
-) -> tuple[list[int], set[int]]:
-    """The ids of the one that is given, and the stop ids that it brings."""
-    if prompt is not None:
-        return tokenizer.encode(prompt), set()
-    assert messages is not None
-    chat = Chat.open(build, tokenizer)
-    return chat.ids(parse_messages(*_read(messages))), {chat.end}
+def _shown_as(as_json: bool, streaming: bool) -> Callable[[Job, Completion], None]:
+    """Prints a result, above a bar on the same terminal."""
+    # Rich puts a bar's own output, which is standard error, in the place of sys.stdout.
+    stdout = None if sys.stdout.isatty() else sys.stdout
+
+    def show(job: Job, completion: Completion) -> None:
+        if as_json:
+            print(json_line(job, completion), file=stdout, flush=True)
+        elif not streaming:
+            print(f"[{job.id}]\n{plain_text(completion)}\n", file=stdout, flush=True)
+
+    return show
 
 
-def _read(messages: Path) -> tuple[bytes, str]:
-    """The file's content, and what to call it in errors."""
-    if str(messages) == "-":
-        return sys.stdin.buffer.read(), "standard input"
-    if not messages.is_file():
-        raise PromptError(f"{messages}: no such file")
-    return messages.read_bytes(), str(messages)
+def _load(build: Path, options: LoadOptions) -> Chain:
+    """A chain, with a progress bar on standard error."""
+    with progress_bar(TextColumn("{task.fields[bytes]}"), TimeElapsedColumn()) as bar:
+        task = bar.add_task("loading", total=None, bytes="")
+
+        def progress(what: str, done: int, total: int) -> None:
+            text = f"{decimal(done)} of {decimal(total)}"
+            bar.update(task, description=what, completed=done, total=total, bytes=text)
+
+        return load_chain(build, progress, **options)
 
 
-def _parse_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as e:
-        raise StepError(f"--prompt-ids: whole numbers as 1,2,3 expected, found {text!r}") from e
+def _leave(interruption: Interruption, done: str = "") -> NoReturn:
+    print(f"interrupted{done}", file=sys.stderr)
+    sys.exit(interruption.status)
+
+
+def main() -> None:
+    with Interruption() as interruption:
+        run(app, PromptError, SamplingError, StepError, CacheError, BackendError, DeviceError)
+    _leave(interruption)
 
 
 if __name__ == "__main__":
-    run(app, StepError, CacheError, SamplingError, PromptError)
+    main()

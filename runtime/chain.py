@@ -1,14 +1,16 @@
 """The chain: token ids through embedding, every block and the head, over the latent cache.
 
-A step takes new tokens for a contiguous range of the cache's slots, checks every limit before
-anything runs, runs all blocks, and commits the new cache rows of all layers when all of them have
-succeeded. Sequences may bring unequal numbers of tokens: shorter ones are padded; a padded row sees
-only itself, is routed to no expert, and is never committed.
+A step takes new tokens for a contiguous range of the cache's slots, in one of the two modes that an
+engine has a profile for: decode, one token each of several sequences, or prefill, several tokens of
+one. It checks every limit before anything runs, runs all blocks, and commits the new cache rows of
+all layers when all of them have succeeded. A padded row sees only itself, is routed to no expert,
+and is never committed: that of a sequence which brings no token to a decode step, and one beside a
+lone token where a backend would give it a kernel of its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,14 +20,24 @@ from graphs.ops import MASKED
 from graphs.spec import BuildSpec
 from graphs.tensorfile import DTYPES, Array
 from runtime.backends import Backend
-from runtime.backends.onnxruntime import OnnxRuntimeBackend
-from runtime.kv_cache import ROW_MULTIPLE, LatentCache, stride_for
-from runtime.routing import add_experts, expert_slots
+from runtime.buffers import StepBuffers
+from runtime.device import Buffer
+from runtime.kv_cache import LatentCache
+from runtime.routing import expert_slots
+from runtime.strides import ROW_MULTIPLE
 from runtime.weights import Weights
 
 
 class StepError(RuntimeError):
     """A step that was refused, or whose result was; the cache is as it was before."""
+
+
+class LogitsError(StepError):
+    """Logits that are not finite; `handle` is the sequence's."""
+
+    def __init__(self, handle: int) -> None:
+        super().__init__(f"sequence {handle}: logits hold NaN or infinity; nothing was committed")
+        self.handle = handle
 
 
 def require_ids(ids: Sequence[int], vocab_size: int) -> None:
@@ -43,44 +55,25 @@ class Chain:
         spec: BuildSpec,
         weights: Weights,
         backend: Backend,
-        cache: LatentCache,
         profile: Profile,
+        cache_rows: int,
     ) -> None:
-        self.spec, self.config = spec, spec.config
-        self.weights, self.backend, self.cache, self.profile = weights, backend, cache, profile
-        M, c = profile.tokens, self.config
-        self.activation = DTYPES[spec.cache_dtype][1]
-        self.streams = [np.empty((M, c.hidden_size), np.float32) for _ in range(2)]
-        self.h = np.empty((M, c.hidden_size), self.activation)
-        self.chosen = np.empty((M, c.num_experts_per_tok), np.int64)
-        self.gates = np.empty((M, c.num_experts_per_tok), np.float32)
-        self.staged = np.empty((c.num_hidden_layers, M, c.cache_width), self.activation)
+        """`cache_rows` of each layer are rounded up to 64.
 
-    @classmethod
-    def load(
-        cls,
-        build: Path,
-        profile: Profile | None = None,
-        cache_rows: int | None = None,
-        threads: int = 0,
-        progress: Callable[[str], None] = lambda what: None,
-    ) -> "Chain":
-        """Open a build folder on ONNX Runtime. `cache_rows` a layer: by default the context limit.
-
-        Raises BuildError where the folder is incomplete or damaged.
+        Raises DeviceError where there is no memory for the cache or for what a step needs.
         """
-        spec = BuildSpec.load(build)
-        profile = profile or Profile()
-        rows = profile.context if cache_rows is None else cache_rows
-        weights = Weights.open(build, spec)
-        backend = OnnxRuntimeBackend(build, spec, weights, threads, progress)
-        cache = LatentCache(
-            spec.config.num_hidden_layers,
-            -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE,
-            spec.config.cache_width,
-            DTYPES[spec.cache_dtype][1],
+        self.spec, self.config = spec, spec.config
+        self.weights, self.backend, self.profile = weights, backend, profile
+        self.device = backend.device
+        self.activation = DTYPES[spec.cache_dtype][1]
+        self.cache = LatentCache(
+            self.device,
+            self.config.num_hidden_layers,
+            -(-cache_rows // ROW_MULTIPLE) * ROW_MULTIPLE,
+            self.config.cache_width,
+            self.activation,
         )
-        return cls(spec, weights, backend, cache, profile)
+        self.buffers = StepBuffers(self.device, spec, profile)
 
     def step(
         self, tokens: Sequence[Sequence[int]], first: int = 0, all_logits: bool = False
@@ -89,88 +82,103 @@ class Chain:
 
         Returns per sequence the logits fp32 [1, vocab] after its last token ([0, vocab] where it
         brought none), or of every token with `all_logits`. Raises StepError or CacheError before
-        anything ran, and where a new row or a logit is not finite; the cache is then as it was.
+        anything ran, BackendError where a run failed, NonFiniteError or LogitsError where a new row
+        or a logit is not finite; the cache is then as it was.
         """
         counts = [len(t) for t in tokens]
         self._check(tokens, counts, first)
-        self.cache.reserve([0] * first + counts)
+        self.cache.reserve(first, counts)
         batch = _Batch.make(self, tokens, counts, first)
         hidden = self._blocks(batch)
         logits = self._head(hidden, batch, all_logits)
-        for handle, values in zip(self.cache.slots.handles[first:], logits, strict=False):
+        for handle, values in zip(self.cache.handles[first:], logits, strict=False):
             if not np.isfinite(values).all():
-                raise StepError(
-                    f"sequence {handle}: logits hold NaN or infinity; nothing was committed"
-                )
-        B, S = batch.ids.shape
-        staged = self.staged[:, : B * S].reshape(len(self.staged), B, S, -1)
-        self.cache.commit(first, staged, counts)
+                raise LogitsError(handle)
+        self.cache.commit(first, self.buffers.staged_rows(*batch.ids.shape), tokens)
         return logits
 
     def _check(self, tokens: Sequence[Sequence[int]], counts: list[int], first: int) -> None:
-        slots, profile = self.cache.slots, self.profile
+        handles, lengths = self.cache.handles, self.cache.lengths
         if not counts or not max(counts):
             raise StepError("a step needs at least one token")
-        if first + len(counts) > len(slots.handles):
+        if first < 0 or first + len(counts) > len(handles):
             raise StepError(
-                f"slots {first} to {first + len(counts) - 1} asked for, {len(slots.handles)} in use"
+                f"slots {first} to {first + len(counts) - 1} asked for, {len(handles)} in use"
+            )
+        if len(counts) > 1 and max(counts) > 1:
+            raise StepError(
+                f"one token each of several sequences, or several of one, expected, found {counts}:"
+                " an engine has no other mode"
             )
         for ids in tokens:
             require_ids(ids, self.config.vocab_size)
-        lengths = slots.lengths[first : first + len(counts)]
-        longest = max(n + count for n, count in zip(lengths, counts, strict=True))
-        # several slots are bound with their whole stride as context
-        context = longest if len(counts) == 1 else stride_for(longest)
-        wanted = {
-            "batch": (len(counts), profile.batch),
-            "tokens": (len(counts) * max(counts), profile.tokens),
-            "context": (context, profile.context),
-            "max_position_embeddings": (longest, self.config.max_position_embeddings),
-        }
-        for name, (value, limit) in wanted.items():
-            if value > limit:
-                raise StepError(
-                    f"{name}: {value} asked for, the limit is {limit} (engines dense and moe, "
-                    f"profile {profile.name})"
-                )
+        longest = max(n + c for n, c in zip(lengths[first:], counts, strict=False))
+        self.require("batch", len(counts), self.profile.batch)
+        self.require("tokens", max(counts), self.profile.tokens)
+        self.require("context", longest, self.profile.context)
+        limit = self.config.max_position_embeddings
+        self.require("max_position_embeddings", longest, limit)
 
-    def _blocks(self, batch: "_Batch") -> Array:
-        """The residual stream fp32 [M, D] behind the last block; new rows go to `staged`."""
+    def require(self, name: str, value: int, limit: int) -> None:
+        """Raises StepError where a step would be beyond what engines and model were made for."""
+        if value > limit:
+            raise StepError(
+                f"{name}: {value} asked for, the limit is {limit} (engines dense and moe, profile "
+                f"{self.profile.name})"
+            )
+
+    def _blocks(self, batch: "_Batch") -> Buffer:
+        """The residual stream fp32 [M, D] behind the last block; new rows are left in `staged`."""
         B, S = batch.ids.shape
-        M = B * S
-        x, spare = (stream[:M] for stream in self.streams)
-        x[:] = self.weights.rows(batch.ids).reshape(M, -1)
+        M, buffers = B * S, self.buffers
+        x, spare = (stream[:M] for stream in buffers.streams)
+        self.device.write(x, self.weights.rows(batch.ids).reshape(M, -1))
+        common = {
+            "positions": buffers.written(buffers.positions, batch.positions),
+            "mask": buffers.written(buffers.mask, batch.mask),
+        }
         for layer in range(self.config.num_hidden_layers):
             block = self.config.block_type(layer)
-            inputs = {
+            inputs = common | {
                 "x": x.reshape(B, S, -1),
-                "positions": batch.positions,
-                "mask": batch.mask,
                 "context": self.cache.context(layer, batch.first, B),
             }
-            outputs = {"new": self.staged[layer, :M].reshape(B, S, -1)}
+            outputs = {"new": buffers.staged[layer, :M].reshape(B, S, -1)}
             if block == "dense":
                 outputs["y"] = spare.reshape(B, S, -1)
-                self.backend.block(block, layer, inputs, outputs)
+                self.backend.block(block, layer, inputs, outputs, batch.group)
                 x, spare = spare, x
             else:
-                h, chosen, gates = self.h[:M], self.chosen[:M], self.gates[:M]
-                outputs |= {"acc": spare, "h": h, "experts": chosen, "expert_weights": gates}
-                self.backend.block(block, layer, inputs, outputs)
-                groups = expert_slots(chosen, gates, batch.valid, self.spec.slots)
-                x, spare = add_experts(self.backend, layer, groups, h, spare, x)
+                h, (experts, gates) = buffers.h[:M], buffers.routing.buffers(M)
+                outputs |= {"acc": spare, "h": h, "experts": experts, "expert_weights": gates}
+                self.backend.block(block, layer, inputs, outputs, batch.group)
+                x, spare = self._experts(layer, batch, h, spare, x)
         return x
 
-    def _head(self, hidden: Array, batch: "_Batch", all_logits: bool) -> list[Array]:
+    def _experts(
+        self, layer: int, batch: "_Batch", h: Buffer, acc: Buffer, spare: Buffer
+    ) -> tuple[Buffer, Buffer]:
+        """Add what the chosen experts make of h; the sum's buffer, and the other."""
+        experts, gates = self.buffers.routing.read(len(h))
+        least = self.backend.least_rows
+        groups = list(expert_slots(experts, gates, batch.valid, self.spec.slots, least))
+        return self.backend.experts(layer, groups, h, acc, spare)
+
+    def _head(self, hidden: Buffer, batch: "_Batch", all_logits: bool) -> list[Array]:
         S = batch.ids.shape[1]
         wanted = [
             np.arange(b * S + (0 if all_logits else max(count - 1, 0)), b * S + count)
             for b, count in enumerate(batch.counts)
         ]
-        rows = np.concatenate(wanted)
-        logits = np.empty((len(rows), self.config.vocab_size), np.float32)
-        self.backend.head(hidden[rows], logits)
-        return np.split(logits, np.cumsum([len(w) for w in wanted])[:-1])
+        index = np.concatenate(wanted)
+        count = len(index)
+        lacking = max(self.backend.least_rows - count, 0)
+        index = np.concatenate([index, np.repeat(index[-1:], lacking)])
+        rows, logits = self.buffers.head(len(index))
+        self.device.take(hidden, index, rows)
+        self.backend.head(rows, logits)
+        found = self.device.read(logits)[:count]
+        return np.split(found, np.cumsum([len(w) for w in wanted])[:-1])
 
 
 @dataclass(frozen=True)
@@ -183,21 +191,27 @@ class _Batch:
     positions: Array  # [B, S]
     mask: Array  # [B, L+S, 1, S] in the activation's type
     valid: Array  # [B·S]: not padding
+    group: int  # which range of slots, as wide as the profile's batch, it begins in
 
     @classmethod
     def make(
         cls, chain: Chain, tokens: Sequence[Sequence[int]], counts: list[int], first: int
     ) -> "_Batch":
+        """Raises StepError where several sequences' stride is beyond the profile's context."""
         B, S = len(counts), max(counts)
-        lengths = np.array(chain.cache.slots.lengths[first : first + B])
+        if B == 1:
+            S = max(S, chain.backend.least_rows)
+        lengths = np.array(chain.cache.lengths[first : first + B])
         ids = np.zeros((B, S), np.int64)
         for b, sequence in enumerate(tokens):
             ids[b, : counts[b]] = sequence
         positions = step_positions(lengths, S, chain.config)
         L = chain.cache.context(0, first, B).shape[1]
-        mask = step_mask(lengths, np.array(counts), S, L).astype(chain.activation)
+        chain.require("context", L, chain.profile.context)
+        mask = step_mask(lengths, np.array(counts), S, L, chain.activation)
         valid = np.arange(S) < np.array(counts)[:, None]
-        return cls(first, counts, ids, positions, mask, valid.reshape(-1))
+        group = first // chain.profile.batch if B > 1 else 0
+        return cls(first, counts, ids, positions, mask, valid.reshape(-1), group)
 
 
 def step_positions(lengths: Array, S: int, config: ModelConfig) -> Array:
@@ -207,8 +221,10 @@ def step_positions(lengths: Array, S: int, config: ModelConfig) -> Array:
     return positions
 
 
-def step_mask(lengths: Array, counts: Array, S: int, L: int) -> Array:
-    """fp32 [B, L+S, 1, S], keys-major: 0 where query s of sequence b sees key t, else MASKED.
+def step_mask(
+    lengths: Array, counts: Array, S: int, L: int, dtype: np.dtype[Any] = DTYPES["float"][1]
+) -> Array:
+    """[B, L+S, 1, S], keys-major: 0 where query s of sequence b sees key t, else MASKED.
 
     A token sees its sequence's cached rows and the step's tokens up to itself; padding sees itself.
     """
@@ -217,4 +233,6 @@ def step_mask(lengths: Array, counts: Array, S: int, L: int) -> Array:
     cached = (np.arange(L) < lengths[:, None])[:, :, None] & real
     own = np.where(real, keys <= queries, keys == queries)
     seen = np.concatenate([cached, own], axis=1)
-    return np.where(seen, np.float32(0), np.float32(MASKED))[:, :, None, :]
+    shown, hidden = np.array([0, MASKED]).astype(dtype)
+    mask: Array = np.where(seen, shown, hidden)
+    return mask[:, :, None, :]

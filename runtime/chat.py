@@ -16,6 +16,7 @@ refused.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self, get_args
@@ -106,7 +107,7 @@ class Chat:
         """The id that ends the model's turn."""
         return self.tokenizer.special[END]
 
-    def ids(self, messages: list[Message]) -> list[int]:
+    def ids(self, messages: Sequence[Message]) -> list[int]:
         """The prompt's ids, up to where the assistant's next turn begins. Raises PromptError."""
         special = self.tokenizer.special
         ids: list[int] = []

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from graphs.scoring import WINDOW, Logits, Scores, scored_logits
 from graphs.tensorfile import Array
 from runtime.chain import Chain, StepError
-from runtime.generate import prefill
+from runtime.prefill import prefill
 from runtime.tokenizer import Tokenizer
 
 

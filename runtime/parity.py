@@ -4,12 +4,13 @@ Positions and mask of a case are made as a step makes them and compared first. A
 run twice: on what the block's graph gave, and fed what the reference gave.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
+from graphs.config import BlockType
 from graphs.findings import Comparison, Fragment, Hint, Routing, Tie, distinct
 from graphs.hints.masks import mask_hint, position_hint
 from graphs.metrics import (
@@ -28,10 +29,13 @@ from graphs.replay import ExpertOutput, golden_inputs, graph_cases
 from graphs.spec import GRAPHS, TapSpec
 from graphs.taps import SYMBOLS
 from graphs.tensorfile import Array, TensorFile
+from runtime.backends import Slot
 from runtime.chain import Chain, step_mask, step_positions
-from runtime.generate import generate, prefill
-from runtime.routing import Slot, add_experts, expert_slots
-from runtime.sampling import Sampler
+from runtime.device import Buffer
+from runtime.prefill import prefill
+from runtime.request import Request
+from runtime.routing import expert_slots
+from runtime.scheduler import Scheduler
 
 END_TO_END = "end_to_end"
 
@@ -75,7 +79,7 @@ class _Run:
         block = spec.config.block_type(int(golden.metadata["layer"]))
         graph = spec.graphs[block]
         outputs = {t.name: np.empty_like(golden[f"output.{t.name}"]) for t in graph.outputs}
-        chain.backend.block(block, case_layer(case), golden_inputs(golden), outputs)
+        run_block(chain, block, case_layer(case), golden_inputs(golden), outputs)
         if block == "dense":
             rows, _ = compare_taps(spec, case, graph, golden, outputs)
             self.rows += rows
@@ -121,24 +125,20 @@ class _Run:
 
     def _sum(self, layer: int, outputs: Mapping[str, Array]) -> Array:
         """y [M,D]: the routed experts on what a MoE block's graph gave."""
-        valid = np.ones(len(outputs["h"]), dtype=bool)
+        backend, h = self.chain.backend, outputs["h"]
         chosen = outputs["experts"], outputs["expert_weights"]
-        groups = expert_slots(*chosen, valid, self.chain.spec.slots)
-        acc = outputs["acc"].copy()
-        y, _ = add_experts(self.chain.backend, layer, groups, outputs["h"], acc, np.empty_like(acc))
-        return y
+        valid, slots = np.ones(len(h), dtype=bool), self.chain.spec.slots
+        groups = list(expert_slots(*chosen, valid, slots, backend.least_rows))
+        return run_experts(self.chain, layer, groups, h, outputs["acc"])
 
     def _expert_output(self, layer: int) -> ExpertOutput:
         """What one expert makes of one token."""
 
         def output(expert: int, h_1D: Array) -> Array:
-            acc = np.zeros(h_1D.shape, np.float32)
             slot = Slot(expert, np.zeros(1, np.int64), np.ones((1, 1), np.float32))
             idle = Slot(expert, slot.rows, np.zeros((1, 1), np.float32))
             group = [slot] + [idle] * (self.chain.spec.slots - 1)
-            spare = np.empty_like(acc)
-            y, _ = add_experts(self.chain.backend, layer, [group], h_1D, acc, spare)
-            row: Array = y[0]
+            row: Array = run_experts(self.chain, layer, [group], h_1D, np.zeros_like(h_1D))[0]
             return row
 
         return output
@@ -152,17 +152,21 @@ class _Run:
             (logits,) = prefill(chain, handle, ids, len(ids), all_logits=True)
             slot = chain.cache.slots.slot(handle)
             for layer, rows in enumerate(golden["rows"]):
-                cached = chain.cache.context(layer, slot, 1)[0]
+                cached = chain.device.read(chain.cache.context(layer, slot, 1))[0]
                 self._free(replace(case, layer=layer), 0, "rows", cached, rows)
         finally:
             chain.cache.free(handle)
         self._free(case, 1, "logits", logits, golden["logits"])
-        tokens = list(generate(chain, ids, len(expected), Sampler(), chunk=len(ids)))
+        scheduler = Scheduler(chain)
+        ticket = scheduler.submit(Request(tuple(ids), len(expected)))
+        done = scheduler.run()[ticket]
+        if done.error:
+            raise done.error
         noise = {"fp32": TIE_MARGIN["fp32"], "bf16": RMS["bf16"], "fp8": FP8_FREE}
         largest = float(np.abs(golden["logits"]).max())
         limit = Limit("max", noise[chain.spec.precision] * largest)
         subject = Subject(case, "tokens", "tokens", 2, "output")
-        self.rows.append(compare_tokens(subject, tokens, golden, limit))
+        self.rows.append(compare_tokens(subject, list(done.tokens), golden, limit))
 
     def _free(self, case: Case, order: int, name: str, found: Array, expected: Array) -> None:
         """Compare what the chain gave a token each, [M, …], running on its own results."""
@@ -170,6 +174,45 @@ class _Run:
         limit = limit_for(self.chain.spec.precision, name, free=True)
         tap = TapSpec(name, name, name, None, ("M", "W"), "MW")
         self.rows.append(compare(subject, found, expected, limit, tap))
+
+
+def run_block(
+    chain: Chain,
+    block: BlockType,
+    layer: int,
+    inputs: Mapping[str, Array],
+    outputs: Mapping[str, Array],
+) -> None:
+    """Run a block on host arrays, filling `outputs`; as many sequences at once as a step may take.
+
+    Several sequences bring one token each, so that every output has a row for each.
+    """
+    B, S, _ = inputs["x"].shape
+    assert B == 1 or S == 1, inputs["x"].shape
+    for start in range(0, B, chain.profile.batch):
+        part = slice(start, start + chain.profile.batch) if B > 1 else slice(None)
+        placed = {name: _placed(chain, array[part]) for name, array in inputs.items()}
+        device = chain.device
+        made = {n: device.zeros(a[part].shape, a.dtype) for n, a in outputs.items()}
+        chain.backend.block(block, layer, placed, made)
+        for name, array in outputs.items():
+            array[part] = device.read(made[name])
+
+
+def run_experts(
+    chain: Chain, layer: int, groups: Sequence[Sequence[Slot]], h_MD: Array, acc_MD: Array
+) -> Array:
+    """acc and what the experts of `groups` make of h: fp32 [M,D], host arrays all."""
+    acc = _placed(chain, acc_MD.astype(np.float32))
+    spare = chain.device.zeros(acc_MD.shape, np.dtype(np.float32))
+    total, _ = chain.backend.experts(layer, groups, _placed(chain, h_MD), acc, spare)
+    return chain.device.read(total)
+
+
+def _placed(chain: Chain, array: Array) -> Buffer:
+    buffer = chain.device.zeros(array.shape, array.dtype)
+    chain.device.write(buffer, array)
+    return buffer
 
 
 def case_layer(case: Case) -> int:

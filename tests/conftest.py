@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import torch
@@ -11,10 +12,17 @@ from export.checkpoint import Checkpoint
 from export.golden import write_goldens
 from export.pack import pack
 from export.to_onnx import export_graphs
-from graphs.spec import Precision
+from graphs.manifest import Profile
+from graphs.spec import BuildSpec, Precision
+from runtime.backends import Backend
+from runtime.backends.onnxruntime import OnnxRuntimeBackend
 from runtime.chain import Chain
+from runtime.device import HostDevice, no_progress
+from runtime.weights import Weights
 
 NANO = Path(__file__).parent.parent / "models" / "k2-nano"
+
+PROFILE = Profile(batch=8, tokens=128, context=1024)
 
 Build = Callable[[Precision], Path]
 
@@ -54,7 +62,92 @@ def nano(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Bu
     return build
 
 
+class OpenChain(Protocol):
+    """k2-nano on one of the backends, with a fresh cache of so many rows a layer."""
+
+    def __call__(
+        self, precision: Precision = "fp32", profile: Profile = PROFILE, cache: int = 1024
+    ) -> Chain: ...
+
+
+OpenBackend = Callable[[Precision, Profile], Backend]
+
+
+@pytest.fixture(scope="session")
+def onnxruntime_backend(nano: Build) -> OpenBackend:
+    """ONNX Runtime on the CPU: one backend a precision, whatever the profile."""
+
+    @functools.cache
+    def open_backend(precision: Precision) -> Backend:
+        build, spec = nano(precision), BuildSpec.load(nano(precision))
+        backend = OnnxRuntimeBackend(build, spec, HostDevice(), threads=2)
+        backend.load_weights(Weights.open(build, spec), no_progress)
+        return backend
+
+    return lambda precision, profile: open_backend(precision)
+
+
+@pytest.fixture(scope="session")
+def double_backend(nano: Build, tmp_path_factory: pytest.TempPathFactory) -> OpenBackend:
+    """TensorRT's, on the double of its runtime; one a precision and profile, as with engines."""
+
+    @functools.cache
+    def open_backend(precision: Precision, profile: Profile) -> Backend:
+        build, spec = nano(precision), BuildSpec.load(nano(precision))
+        from tensorrt_double import open_double
+
+        backend, _ = open_double(build, spec, profile, tmp_path_factory.mktemp("engines"))
+        backend.load_weights(Weights.open(build, spec), no_progress)
+        return backend
+
+    return open_backend
+
+
+@pytest.fixture(scope="session")
+def tensorrt_backend(nano: Build) -> OpenBackend:
+    """TensorRT on this machine's GPU."""
+    from gpu_backends import tensorrt_backends
+
+    return tensorrt_backends(nano)
+
+
+@pytest.fixture(scope="session")
+def cuda_backend(nano: Build) -> OpenBackend:
+    """ONNX Runtime on this machine's GPU."""
+    from gpu_backends import cuda_backends
+
+    return cuda_backends(nano)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that needs a GPU is skipped, with the reason, where there is none."""
+    if item.get_closest_marker("gpu"):
+        from gpu_backends import absent
+
+        if reason := absent():
+            pytest.skip(f"needs a GPU: {reason}")
+
+
+ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("tensorrt", "cuda")]
+
+
+@pytest.fixture(params=["onnxruntime", "double", *ON_GPU])
+def open_chain(request: pytest.FixtureRequest, nano: Build) -> OpenChain:
+    """Once on each backend; backends are kept from test to test, caches are not."""
+    open_backend: OpenBackend = request.getfixturevalue(f"{request.param}_backend")
+
+    def open_one(
+        precision: Precision = "fp32", profile: Profile = PROFILE, cache: int = 1024
+    ) -> Chain:
+        build = nano(precision)
+        spec = BuildSpec.load(build)
+        backend = open_backend(precision, profile)
+        return Chain(spec, Weights.open(build, spec), backend, profile, cache)
+
+    return open_one
+
+
 @pytest.fixture
-def chain(nano: Build) -> Chain:
-    """k2-nano in fp32 with a fresh cache."""
-    return Chain.load(nano("fp32"), cache_rows=1024, threads=2)
+def chain(open_chain: OpenChain) -> Chain:
+    """k2-nano in fp32 with a fresh cache, once on each backend."""
+    return open_chain()

@@ -1,25 +1,30 @@
 """The chain on ONNX Runtime: ragged batches, chunks, limits, and steps that fail."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from conftest import Build
+from conftest import PROFILE, Build, OpenBackend, OpenChain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tampering import Block, restore, tamper
 
 from export.checkpoint import Checkpoint
 from graphs.manifest import Profile
 from graphs.session import ort_value
+from graphs.spec import PRECISIONS, BuildSpec, Precision
 from graphs.tensorfile import Array
+from runtime.backends import BackendError
 from runtime.backends.onnxruntime import OnnxRuntimeBackend
-from runtime.chain import Chain, StepError, step_mask
-from runtime.generate import generate, prefill
-from runtime.kv_cache import CacheError
-from runtime.routing import add_experts, expert_slots
-from runtime.sampling import Sampler
+from runtime.chain import Chain, LogitsError, StepError, step_mask
+from runtime.kv_cache import CacheFullError, NonFiniteError
+from runtime.parity import run_experts, runtime_parity
+from runtime.prefill import prefill
+from runtime.request import Request
+from runtime.routing import expert_slots
+from runtime.scheduler import Scheduler
+from runtime.weights import Weights
 
 TEXT = b"In the beginning God created the heaven and the earth. And the earth was without form"
 IDS = [256, *TEXT]
@@ -31,26 +36,6 @@ def run_alone(chain: Chain, ids: Sequence[int], chunk: int = 128) -> Array:
     logits = np.concatenate(list(prefill(chain, handle, ids, chunk, all_logits=True)))
     chain.cache.free(handle)
     return logits
-
-
-class Tampering:
-    """A backend that runs another one and then lets a function change what a block wrote."""
-
-    def __init__(self, inner: Any, change: Callable[[int, dict[str, Array]], None]) -> None:
-        self.inner, self.change, self.blocks = inner, change, 0
-
-    def block(
-        self, block: Any, layer: int, inputs: Mapping[str, Array], outputs: Mapping[str, Array]
-    ) -> None:
-        self.inner.block(block, layer, inputs, outputs)
-        self.blocks += 1
-        self.change(layer, dict(outputs))
-
-    def experts(self, *arguments: Any) -> None:
-        self.inner.experts(*arguments)
-
-    def head(self, *arguments: Any) -> None:
-        self.inner.head(*arguments)
 
 
 def test_prefill_then_decode_equals_one_prefill(chain: Chain) -> None:
@@ -76,30 +61,39 @@ def test_any_chunking_gives_the_same_logits(chain: Chain, cuts: set[int]) -> Non
 
 
 def test_unequal_sequences_equal_their_own_runs(chain: Chain) -> None:
-    """Case 13: prompts of 2, 5 and 9 tokens in one step, then one token each."""
+    """Case 13: prompts of 2, 5 and 9 tokens, then one token each in one step."""
     prompts = [IDS[:2], IDS[3:8], IDS[10:19]]
     nexts = [[101], [102], [103]]
     alone = [run_alone(chain, p + n) for p, n in zip(prompts, nexts, strict=True)]
     for _ in prompts:
         chain.cache.allocate()
-    together = chain.step(prompts, all_logits=True)
+    each = [chain.step([p], slot, all_logits=True)[0] for slot, p in enumerate(prompts)]
     then = chain.step(nexts)
     for b, expected in enumerate(alone):
-        found = np.concatenate([together[b], then[b]])
+        found = np.concatenate([each[b], then[b]])
         np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert chain.cache.slots.lengths == [3, 6, 10]
+    assert chain.cache.lengths == [3, 6, 10]
     chain.cache.check()
+
+
+def test_several_sequences_bring_one_token_each(chain: Chain) -> None:
+    for _ in range(2):
+        chain.cache.allocate()
+    with pytest.raises(StepError, match=r"one token each of several .* found \[1, 2\]"):
+        chain.step([[1], [1, 2]])
 
 
 def test_a_sequence_without_tokens_takes_no_part(chain: Chain) -> None:
     """Case 17: its one padded row is routed nowhere and not committed."""
     expected = run_alone(chain, IDS[:6])
-    for _ in range(2):
+    for _ in range(3):
         chain.cache.allocate()
-    found = chain.step([[], IDS[:6]], all_logits=True)
-    assert found[0].shape == (0, 258)
-    np.testing.assert_allclose(found[1], expected, atol=1e-4)
-    assert chain.cache.slots.lengths == [0, 6]
+    chain.step([IDS[:5]], 1)
+    found = chain.step([[], IDS[5:6], []], all_logits=True)
+    assert found[0].shape == found[2].shape == (0, 258)
+    np.testing.assert_allclose(found[1], expected[5:], atol=1e-4)
+    assert chain.cache.lengths == [0, 6, 0]
+    chain.cache.check()
 
 
 def test_an_empty_step_is_refused(chain: Chain) -> None:
@@ -108,26 +102,25 @@ def test_an_empty_step_is_refused(chain: Chain) -> None:
         chain.step([[]])
 
 
-def test_overflow_is_an_error_before_any_engine_runs(nano: Build) -> None:
+def test_overflow_is_an_error_before_any_engine_runs(open_chain: OpenChain) -> None:
     """Case 14, by the cache's capacity and by the profile's context."""
-    chain = Chain.load(nano("fp32"), Profile(context=128), cache_rows=64, threads=1)
-    spy = Tampering(chain.backend, lambda layer, outputs: None)
-    chain.backend = spy
+    chain = open_chain(profile=Profile(context=128), cache=64)
+    spy = tamper(chain, lambda layer, block: None)
     chain.cache.allocate()
     chain.step([IDS[:60]])
-    before, blocks = chain.cache.rows.copy(), spy.blocks
-    with pytest.raises(CacheError, match=r"holds 64 rows a layer.* = 65"):
+    before, blocks = chain.device.read(chain.cache.rows), spy.blocks
+    with pytest.raises(CacheFullError, match=r"holds 64 rows a layer.* = "):
         chain.step([IDS[:5]])
     with pytest.raises(StepError, match=r"context: 134 asked for, the limit is 128 .*b8t128c128"):
         chain.step([IDS[:74]])
     assert spy.blocks == blocks
-    np.testing.assert_array_equal(chain.cache.rows, before)
-    assert chain.cache.slots.lengths == [60]
+    np.testing.assert_array_equal(chain.device.read(chain.cache.rows), before)
+    assert chain.cache.lengths == [60]
 
 
-def test_a_step_beyond_the_profile_names_limit_engine_and_profile(nano: Build) -> None:
+def test_a_step_beyond_the_profile_names_limit_engine_and_profile(open_chain: OpenChain) -> None:
     """Case 20."""
-    chain = Chain.load(nano("fp32"), Profile(batch=2, tokens=128, context=512), threads=1)
+    chain = open_chain(profile=Profile(batch=2, tokens=128, context=512))
     for _ in range(3):
         chain.cache.allocate()
     with pytest.raises(StepError, match=r"tokens: 129 .* 128 \(engines dense and moe, profile b2t"):
@@ -136,23 +129,21 @@ def test_a_step_beyond_the_profile_names_limit_engine_and_profile(nano: Build) -
         chain.step([[1], [2], [3]])
     with pytest.raises(StepError, match=r"token 258: below vocab_size \(258\)"):
         chain.step([[258]])
+    with pytest.raises(StepError, match="slots 3 to 3 asked for, 3 in use"):
+        chain.step([[1]], 3)
 
 
 def test_padding_that_is_nan_does_not_reach_a_neighbour(chain: Chain) -> None:
-    """Case 18: lengths 3 and 9; NaN in the rows behind the shorter one is never committed."""
-    expected = run_alone(chain, [*IDS[:9], 101])
-    for _ in range(2):
+    """Case 18: lengths 3 and 9; NaN in the row of the shorter one, which brings no token."""
+    expected = run_alone(chain, [*IDS[:9], 101, 102])
+    for slot, count in enumerate((3, 9)):
         chain.cache.allocate()
-
-    def poison(layer: int, outputs: dict[str, Array]) -> None:
-        outputs["new"][0, 3:] = np.nan
-
-    honest = chain.backend
-    chain.backend = Tampering(honest, poison)
-    found = chain.step([IDS[:3], IDS[:9]], all_logits=True)[1]
-    chain.backend = honest
-    last = chain.step([[101], [101]])[1]
-    np.testing.assert_allclose(np.concatenate([found, last]), expected, atol=1e-4)
+        chain.step([IDS[:count]], slot)
+    tamper(chain, lambda layer, block: block.poison("new", 0))
+    found = chain.step([[], [101]])[1]
+    restore(chain)
+    last = chain.step([[101], [102]])[1]
+    np.testing.assert_allclose(np.concatenate([found, last]), expected[9:], atol=1e-4)
     chain.cache.check()
 
 
@@ -160,67 +151,75 @@ def test_nan_in_a_real_row_is_refused_and_a_retry_is_right(chain: Chain) -> None
     expected = run_alone(chain, IDS[:9])
     handle = chain.cache.allocate()
     chain.step([IDS[:4]])
-    before = chain.cache.rows.copy()
+    before = chain.device.read(chain.cache.rows)
 
-    def poison(layer: int, outputs: dict[str, Array]) -> None:
+    def poison(layer: int, block: Block) -> None:
         if layer == 2:
-            outputs["new"][0, 1, 7] = np.nan
+            block.poison("new", (0, 1, 7))
 
-    honest = chain.backend
-    chain.backend = Tampering(honest, poison)
-    with pytest.raises(CacheError, match=f"layer 2, sequence {handle}"):
+    tamper(chain, poison)
+    with pytest.raises(NonFiniteError, match=f"layer 2, sequence {handle}"):
         chain.step([IDS[4:9]])
-    chain.backend = honest
-    np.testing.assert_array_equal(chain.cache.rows, before)
+    restore(chain)
+    np.testing.assert_array_equal(chain.device.read(chain.cache.rows), before)
     np.testing.assert_allclose(chain.step([IDS[4:9]])[0], expected[-1:], atol=1e-4)
 
 
 def test_nan_behind_the_last_cached_row_is_refused_too(chain: Chain) -> None:
     """The last block's output reaches no cache row, only the logits."""
-    chain.cache.allocate()
+    handle = chain.cache.allocate()
 
-    def poison(layer: int, outputs: dict[str, Array]) -> None:
+    def poison(layer: int, block: Block) -> None:
         if layer == chain.config.num_hidden_layers - 1:
-            outputs["acc"][:] = np.nan
+            block.poison("acc", slice(None))
 
-    chain.backend = Tampering(chain.backend, poison)
-    with pytest.raises(StepError, match="sequence 1: logits hold NaN"):
+    tamper(chain, poison)
+    with pytest.raises(LogitsError, match=f"sequence {handle}: logits hold NaN"):
         chain.step([IDS[:3]])
-    assert chain.cache.slots.lengths == [0]
+    assert chain.cache.lengths == [0]
 
 
-def test_several_sequences_are_bound_with_their_stride(nano: Build) -> None:
-    chain = Chain.load(nano("fp32"), Profile(batch=2, tokens=256, context=96), cache_rows=512)
+def test_several_sequences_are_bound_with_their_stride(open_chain: OpenChain) -> None:
+    chain = open_chain(profile=Profile(batch=2, tokens=128, context=96))
     for _ in range(2):
         chain.cache.allocate()
+    chain.step([IDS[:65]])
     with pytest.raises(StepError, match="context: 128 asked for, the limit is 96"):
-        chain.step([[1], [*IDS[:64], 1]])
-    assert chain.cache.slots.lengths == [0, 0]
+        chain.step([[1], [2]])
+    assert chain.cache.lengths == [65, 0]
+    chain.step([[1]])  # alone it is bound with its own length
 
 
 def test_a_step_that_fails_midway_changes_nothing(chain: Chain) -> None:
     chain.cache.allocate()
     chain.step([IDS[:4]])
-    before = chain.cache.rows.copy()
+    before = chain.device.read(chain.cache.rows)
 
-    def fail(layer: int, outputs: dict[str, Array]) -> None:
+    def fail(layer: int, block: Block) -> None:
         if layer == 1:
-            raise RuntimeError("planted")
+            raise BackendError("planted")
 
-    chain.backend = Tampering(chain.backend, fail)
-    with pytest.raises(RuntimeError, match="planted"):
+    tamper(chain, fail)
+    with pytest.raises(BackendError, match="planted"):
         chain.step([IDS[4:9]])
-    np.testing.assert_array_equal(chain.cache.rows, before)
-    assert chain.cache.slots.lengths == [4]
+    np.testing.assert_array_equal(chain.device.read(chain.cache.rows), before)
+    assert chain.cache.lengths == [4]
 
 
-def test_generation_frees_its_sequence_however_it_ends(chain: Chain) -> None:
-    tokens = generate(chain, IDS[:4], 10, Sampler())
-    next(tokens)
-    tokens.close()
-    with pytest.raises(StepError, match="shorten the prompt"):
-        next(generate(chain, IDS[:4], 5000, Sampler()))
-    assert chain.cache.slots.handles == []
+def test_rows_do_not_depend_on_what_runs_beside_them(open_chain: OpenChain) -> None:
+    """A lone token runs as two: with its neighbours it gives the same, but for its attention."""
+    chain = open_chain(profile=Profile(batch=8, tokens=128, context=512), cache=2048)
+    prompts = [IDS[i : i + 5 + i] for i in range(5)]
+    for slot, ids in enumerate(prompts):
+        chain.cache.allocate()
+        chain.step([ids], slot)
+    lengths = chain.cache.lengths
+    alone = [chain.step([[65]], slot)[0] for slot in range(5)]
+    for handle, length in zip(chain.cache.handles, lengths, strict=True):
+        chain.cache.truncate(handle, length)
+    together = chain.step([[65]] * 5)
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5, rtol=0)
 
 
 def test_every_expert_is_reachable(chain: Chain, checkpoint: Checkpoint) -> None:
@@ -232,24 +231,26 @@ def test_every_expert_is_reachable(chain: Chain, checkpoint: Checkpoint) -> None
     h = np.random.default_rng(0).standard_normal((5, c.hidden_size)).astype(np.float32)
     for expert in range(c.n_routed_experts):
         chosen, weights = np.full((5, 1), expert), np.full((5, 1), 0.5, np.float32)
-        groups = expert_slots(chosen, weights, np.ones(5, bool), chain.spec.slots)
-        acc = np.zeros_like(h)
-        out, _ = add_experts(chain.backend, layer, groups, h, acc, np.empty_like(acc))
+        groups = list(expert_slots(chosen, weights, np.ones(5, bool), chain.spec.slots))
+        out = run_experts(chain, layer, groups, h, np.zeros_like(h))
         module = reference.get_submodule(f"model.layers.{layer}.mlp.experts.{expert}")
         expected = 0.5 * module(torch.from_numpy(h)).numpy()
         np.testing.assert_allclose(out, expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_idle_slots_add_nothing_even_from_poisoned_rows(chain: Chain) -> None:
+@pytest.mark.parametrize("least_rows", [1, 2])
+def test_idle_slots_add_nothing_even_from_poisoned_rows(chain: Chain, least_rows: int) -> None:
     """Case 17: a gate of 0 selects 0; it does not multiply."""
     c = chain.config
     h = np.zeros((2, c.hidden_size), np.float32)
     h[0] = np.nan
-    acc = np.ones_like(h)
     chosen, weights = np.array([[0], [3]]), np.ones((2, 1), np.float32)
-    groups = expert_slots(chosen, weights, np.array([False, True]), chain.spec.slots)
-    out, _ = add_experts(chain.backend, 1, groups, h, acc, np.empty_like(acc))
+    valid = np.array([False, True])
+    groups = list(expert_slots(chosen, weights, valid, chain.spec.slots, least_rows))
+    assert len(groups[0][0].rows) == least_rows
+    out = run_experts(chain, 1, groups, h, np.ones_like(h))
     np.testing.assert_array_equal(out[0], 1.0)
+    assert (out[1] != 1.0).all() or np.isfinite(out[1]).all()
 
 
 def test_routing_groups_cover_every_choice_once_in_ascending_order() -> None:
@@ -297,17 +298,39 @@ def test_a_strided_view_is_refused_by_the_binding() -> None:
 
 
 def test_weights_and_cache_are_bound_where_they_lie(chain: Chain) -> None:
-    """No copy: an OrtValue has the address of the mapped file, or of the cache's prefix."""
+    """No copy on the host: the address of the mapped file, or of the cache's prefix."""
     chain.cache.allocate()
     chain.step([IDS[:5]])
-    arrays = [*chain.weights.layers[1].tensors.values(), *chain.weights.rope.tensors.values()]
-    arrays.append(chain.cache.context(3, 0, 1))
-    for array in arrays:
-        assert ort_value(array).data_ptr() == array.ctypes.data
-    assert chain.cache.context(3, 0, 1).ctypes.data == chain.cache.rows[3].ctypes.data
+    rows = chain.cache.context(3, 0, 1)
+    assert chain.device.address(rows) == chain.device.address(chain.cache.rows[3])
+    backend = chain.backend
+    if isinstance(backend, OnnxRuntimeBackend):
+        arrays = [*chain.weights.layers[1].tensors.values(), *chain.weights.rope.tensors.values()]
+        for array in arrays:
+            assert ort_value(array).data_ptr() == array.ctypes.data
+        assert len(backend.sessions) == 4
+        assert len(backend.layers) == chain.config.num_hidden_layers == 4
 
 
-def test_one_session_per_graph_serves_all_layers(chain: Chain) -> None:
-    assert isinstance(chain.backend, OnnxRuntimeBackend)
-    assert len(chain.backend.sessions) == 4
-    assert len(chain.backend.layers) == chain.config.num_hidden_layers == 4
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_greedy_tokens_are_equal_on_both_backends(
+    onnxruntime_backend: OpenBackend, double_backend: OpenBackend, nano: Build, precision: Precision
+) -> None:
+    found = []
+    for open_backend in (onnxruntime_backend, double_backend):
+        spec = BuildSpec.load(nano(precision))
+        weights = Weights.open(nano(precision), spec)
+        chain = Chain(spec, weights, open_backend(precision, PROFILE), PROFILE, 1024)
+        scheduler = Scheduler(chain)
+        tickets = [scheduler.submit(Request(tuple(IDS[: 9 * n]), 32)) for n in (1, 3, 6)]
+        results = scheduler.run()
+        found.append([results[ticket].tokens for ticket in tickets])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_parity_holds_on_every_backend(
+    open_chain: OpenChain, nano: Build, precision: Precision
+) -> None:
+    found = runtime_parity(open_chain(precision), nano(precision))
+    assert found.passed and not found.not_run and len(found.rows) > 50

@@ -3,19 +3,17 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import tiny_config
 from tokenizer_builds import SLOTS, deepseek_folder, kimi_build, train, write_kimi
-from typer.testing import CliRunner
 
-import runtime.__main__ as command_line
 from graphs.config import ModelConfig
-from graphs.spec import BuildError
+from graphs.spec import BuildError, BuildSpec
 from runtime.chat import Chat, Message, parse_messages
+from runtime.encoder import Encoder
 from runtime.tokenizer import PromptError, Tokenizer, byte_tokenizer
 from runtime.tokenizer_files import load_tokenizer
 from runtime.tokenizer_json import json_tokenizer
@@ -211,21 +209,10 @@ def test_exactly_one_prompt(build: Path, arguments: list[str]) -> None:
     assert "exactly one of --prompt, --prompt-ids" in " ".join(done.stderr.split())
 
 
-def test_a_chat_also_stops_at_the_end_of_the_turn(
-    build: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stops: list[frozenset[int]] = []
-
-    def generate(*arguments: Any) -> Iterator[int]:
-        stops.append(arguments[-1])
-        yield 0
-
-    monkeypatch.setattr(command_line, "generate_tokens", generate)
-    talk = '[{"role": "user", "content": "Hello"}]'
-    for arguments in (["--messages", "-"], ["--prompt", "Hello"]):
-        done = CliRunner().invoke(command_line.app, ["generate", str(build), *arguments], talk)
-        assert done.exit_code == 0, done.output
-    assert stops == [{FIRST + 1, END}, {FIRST + 1}]
+def test_a_chat_also_stops_at_the_end_of_the_turn(build: Path) -> None:
+    encoder = Encoder(build, BuildSpec.load(build).config)
+    assert encoder.request([Message("user", "Hello")]).stop_ids == {FIRST + 1, END}
+    assert encoder.request("Hello").stop_ids == {FIRST + 1}
 
 
 def test_ids_go_in_and_out_where_the_tokenizer_cannot_be_read(build: Path, tmp_path: Path) -> None:

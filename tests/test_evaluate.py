@@ -34,6 +34,7 @@ from graphs.tensorfile import Array, TensorFile, write_arrays
 from runtime.__main__ import app
 from runtime.chain import Chain, StepError
 from runtime.evaluate import evaluate
+from runtime.load import load_chain
 from runtime.tokenizer import Tokenizer, byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,7 +156,7 @@ def test_comparison_counts_other_likeliest_tokens_and_by_how_much_they_led() -> 
 def test_fp8_costs_at_most_its_bar(nano: Build) -> None:
     """On the first 2 KB here; `make quality` gives the whole held-out text."""
     profile = Profile(tokens=512, context=512)
-    chains = (Chain.load(nano(p), profile, threads=1) for p in ("fp32", "fp8"))
+    chains = (load_chain(nano(p), profile=profile, threads=1) for p in ("fp32", "fp8"))
     fp32, fp8 = (evaluate(c, byte_tokenizer(c.config), TEXT[:2048]) for c in chains)
     compared = fp8.against(fp32)
     assert compared.change <= BAR and 0.97 < compared.agreement < 1
@@ -182,7 +183,7 @@ def test_bits_of_tokens_that_are_not_bytes(chain: Chain, checkpoint: Checkpoint)
     found = evaluate(chain, tokenizer, text.encode(), window)
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
     assert found.bits_per_token == pytest.approx(nats / math.log(2) / len(tokens), rel=1e-5)
-    assert not chain.cache.slots.handles
+    assert not chain.cache.handles
 
 
 def test_bits_are_of_the_text_that_was_given(chain: Chain) -> None:

@@ -33,10 +33,10 @@ from export.to_onnx import export_graph, export_graphs
 from graphs.config import ModelConfig
 from graphs.parity import graph_parity
 from graphs.spec import PRECISIONS, BuildSpec, GraphName, Precision
-from runtime.chain import Chain
-from runtime.generate import generate
+from runtime.load import load_chain
 from runtime.parity import runtime_parity
-from runtime.sampling import Sampler
+from runtime.request import Request
+from runtime.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -209,7 +209,7 @@ def test_graphs_blocks_and_chain_are_within_their_bars(
     built: Callable[[str, Precision], Path], name: str, precision: Precision
 ) -> None:
     build = built(name, precision)
-    chain = Chain.load(build, threads=1)
+    chain = load_chain(build, threads=1)
     alone, whole = graph_parity(build, threads=1), runtime_parity(chain, build)
     first = f"{chain.config.first_k_dense_replace:03d}"
     cases = {"dense_000_decode", f"moe_{first}_chunk", f"experts_{first}_decode_0", "end_to_end"}
@@ -231,7 +231,9 @@ def test_greedy_tokens_equal_transformers(
     ids = prompt
     for _ in range(24):
         ids = torch.cat([ids, theirs(ids).logits[:, -1:].argmax(-1)], dim=1)
-    found = list(generate(Chain.load(build, threads=1), prompt[0].tolist(), 24, Sampler(), chunk=4))
+    scheduler = Scheduler(load_chain(build, threads=1), token_budget=4)
+    ticket = scheduler.submit(Request(tuple(prompt[0].tolist()), 24))
+    found = list(scheduler.run()[ticket].tokens)
     assert found == ids[0, 9:].tolist() and len(set(found)) > 4
 
 

@@ -35,7 +35,8 @@ from graphs.ops import MASKED
 from graphs.parity import graph_parity
 from graphs.spec import ROPE_FILE, BuildSpec, GraphName, Precision, layer_file
 from graphs.tensorfile import Array, TensorFile, write_arrays
-from runtime.chain import Chain, step_mask
+from runtime.chain import step_mask
+from runtime.load import load_chain
 from runtime.parity import runtime_parity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -540,7 +541,7 @@ def test_the_runtimes_own_mask(
 ) -> None:
     for module in (runtime.chain, runtime.parity):
         monkeypatch.setattr(module, "step_mask", off_by_one_mask(keys, own))
-    fragment = runtime_parity(Chain.load(builds["fp32"], threads=1), builds["fp32"])
+    fragment = runtime_parity(load_chain(builds["fp32"], threads=1), builds["fp32"])
     assert outcome(fragment) == ("mask", {cause})
     assert any(r.case == "end_to_end" and not r.passed for r in fragment.rows) or keys == 1
 
@@ -553,7 +554,7 @@ def test_the_runtimes_own_positions(
         monkeypatch.setattr(
             module, "step_positions", lambda lengths, S, c: right(lengths + 1, S, c)
         )
-    fragment = runtime_parity(Chain.load(builds["fp32"], threads=1), builds["fp32"])
+    fragment = runtime_parity(load_chain(builds["fp32"], threads=1), builds["fp32"])
     assert outcome(fragment) == ("positions", {"context_length_off_by_one"})
     assert len(fragment.hints) == 1  # though every case shows it
 

@@ -23,7 +23,7 @@ from graphs.ops import MASKED
 from graphs.parity import graph_parity
 from graphs.spec import PRECISIONS, BuildError, BuildSpec, Precision, layer_file
 from graphs.tensorfile import Array, TensorFile, write_arrays
-from runtime.chain import Chain
+from runtime.load import load_chain
 from runtime.parity import compare_tokens, runtime_parity
 
 CASE = Case("case", "dense", 0, "prefill")
@@ -78,7 +78,7 @@ def test_fed_layers_show_where_a_fault_lies(nano: Build, tmp_path: Path) -> None
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_blocks_and_chain_are_within_their_bars(nano: Build, precision: Precision) -> None:
     build = nano(precision)
-    fragment = runtime_parity(Chain.load(build, threads=2), build)
+    fragment = runtime_parity(load_chain(build, threads=2), build)
     cases = {r.case for r in fragment.rows}
     assert cases >= {"dense_000_chunk", "moe_002_prefill", "end_to_end"}
     assert fragment.passed and fragment.hints == [] and fragment.not_run == []
@@ -135,7 +135,7 @@ def test_a_wrong_expert_fails_in_experts_and_block(nano: Build, tmp_path: Path) 
     bad = first_bad(fragment.rows)
     assert bad is not None and (bad.case, bad.tap) == ("experts_001_prefill_0", "slots.0.output")
     assert {r.graph for r in fragment.rows if not r.passed} == {"experts"}
-    rows = runtime_parity(Chain.load(build, threads=2), build).rows
+    rows = runtime_parity(load_chain(build, threads=2), build).rows
     assert {"moe_001_prefill", "end_to_end"} <= {r.case for r in rows if not r.passed}
 
 

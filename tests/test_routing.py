@@ -20,7 +20,7 @@ from graphs.parity import graph_parity
 from graphs.routing import Groups, bound_effect, compare_routing, lead, tie_limits
 from graphs.spec import BuildSpec, layer_file
 from graphs.tensorfile import Array, TensorFile, write_arrays
-from runtime.chain import Chain
+from runtime.load import load_chain
 from runtime.parity import runtime_parity
 
 CASE = Case("case", "moe", 1, "prefill")
@@ -141,7 +141,7 @@ def test_a_tie_is_reported_with_margin_and_bound_and_fails_nothing(
     for number, changes in enumerate(({0: 5e-6}, {1: 5e-6})):
         build = copy_with_bias(twins, tmp_path / str(number), changes)
         alone = graph_parity(build, threads=1)
-        blocks = runtime_parity(Chain.load(build, threads=1), build)
+        blocks = runtime_parity(load_chain(build, threads=1), build)
         layer = [r for r in blocks.routing if r.layer == 1]
         ties += [tie for r in layer for tie in r.ties]
         assert alone.passed and alone.hints == []

@@ -1,0 +1,113 @@
+"""Everything that needs a GPU, in one table: the runtime's tests, and parity of every precision.
+
+The tests are those of the suite that run on every backend, here on TensorRT and on ONNX Runtime's
+CUDA provider, and those of the GPU's memory. Parity compiles the engines of each build for this GPU
+first. Without a GPU there is nothing to check, which is an error.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+from xml.etree import ElementTree
+
+import typer
+from rich.table import Table
+
+from graphs.cli import make_app, run, wide_console
+from graphs.compile import compile_build
+from graphs.spec import BuildSpec
+from graphs.targets import LEAST_TARGET, TARGETS, CompileError
+from graphs.tensorrt import Compiler
+from runtime.cuda import CudaDevice
+from runtime.device import DeviceError
+from runtime.load import LoadOptions, load_chain
+from runtime.parity import runtime_parity
+
+ROOT = Path(__file__).parent.parent
+PROBLEMS = (CompileError, RuntimeError)  # what compiling, loading and running fail with
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was checked; how many of its comparisons or tests passed, failed, and were skipped."""
+
+    what: str
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
+    remark: str = ""
+
+
+def tests() -> Row:
+    """pytest on what is marked as needing a GPU; its output goes to the terminal."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "--junit-xml", str(report)]
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None
+    counts = {n: int(suite.get(n, 0)) for n in ("tests", "failures", "errors", "skipped")}
+    failed = counts["failures"] + counts["errors"]
+    passed = counts["tests"] - failed - counts["skipped"]
+    remark = "" if status == 0 else f"pytest ended with status {status}"
+    what = "tests marked gpu"
+    return Row(what, passed, failed, counts["skipped"], time.perf_counter() - start, remark)
+
+
+def parity(build: Path, gpu: CudaDevice) -> Iterator[Row]:
+    """Blocks and chain of a build against its goldens, on each backend of the GPU."""
+    spec = BuildSpec.load(build)
+    if gpu.sm < LEAST_TARGET[spec.precision]:
+        why = f"{spec.precision} needs sm{LEAST_TARGET[spec.precision]}, this is sm{gpu.sm}"
+        yield Row(f"parity, {spec.precision}", 0, 0, 1, 0.0, why)
+        return
+    compiler: Compiler = "rtx" if gpu.sm in TARGETS["rtx"] else "tensorrt"
+    on_engines: LoadOptions = {"backend": "tensorrt"}
+    on_cuda: LoadOptions = {"backend": "onnxruntime", "provider": "cuda"}
+    for name, options in ((f"TensorRT ({compiler})", on_engines), ("ONNX Runtime", on_cuda)):
+        what, start = f"parity, {spec.precision}, {name}", time.perf_counter()
+        try:
+            if options["backend"] == "tensorrt":
+                options["engines"] = build / compile_build(build, "auto", None, compiler).folder
+            found = runtime_parity(load_chain(build, **options), build)
+        except PROBLEMS as e:
+            yield Row(what, 0, 1, 0, time.perf_counter() - start, " ".join(str(e).split()))
+            continue
+        failed = [row for row in found.rows if not row.passed]
+        remark = f"first: {failed[0].tap} of {failed[0].case}" if failed else ""
+        passed = len(found.rows) - len(failed)
+        yield Row(what, passed, len(failed), 0, time.perf_counter() - start, remark)
+
+
+app = make_app(__doc__.splitlines()[0])
+
+
+@app.command()
+def main(
+    builds: Annotated[list[Path], typer.Argument(help="Build folders with goldens.")],
+) -> None:
+    """Run all of it; exit status 1 where something failed, or no GPU can be used."""
+    gpu = CudaDevice.open()
+    rows = [tests(), *(row for build in builds for row in parity(build, gpu))]
+    table = Table(title=f"{gpu.name} (sm{gpu.sm})")
+    table.add_column("check")
+    for column in ("passed", "failed", "skipped", "seconds"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for row in rows:
+        numbers = (row.passed, row.failed, row.skipped)
+        table.add_row(row.what, *map(str, numbers), f"{row.seconds:.0f}", row.remark)
+    wide_console().print(table)
+    if any(row.failed or (row.remark and not row.skipped) for row in rows) or not rows[0].passed:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    run(app, DeviceError)

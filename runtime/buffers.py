@@ -1,0 +1,77 @@
+"""What a step writes and reads apart from weights and cache, allocated once for the largest."""
+
+import numpy as np
+
+from graphs.manifest import Profile
+from graphs.spec import BuildSpec
+from graphs.tensorfile import DTYPES, Array
+from runtime.device import Buffer, Device
+from runtime.routing import Routing
+from runtime.strides import ROW_MULTIPLE
+
+
+class StepBuffers:
+    """M is the most rows of a step, rounded up so that every layer's staged rows are aligned.
+
+    streams: two of fp32 [M, D], input and output in turn; h [M, D], in the activation's type;
+    staged [layers, M, W], the new cache rows; positions int64 [M]; mask, as many elements as the
+    largest has; logits fp32, grown where a step wants more of them than the batch has sequences.
+    """
+
+    def __init__(self, device: Device, spec: BuildSpec, profile: Profile) -> None:
+        """Raises DeviceError."""
+        self.device, config = device, spec.config
+        activation, fp32 = DTYPES[spec.cache_dtype][1], np.dtype(np.float32)
+        D, M = config.hidden_size, most_rows(profile)
+        self.vocab = config.vocab_size
+        self.streams = [device.zeros((M, D), fp32) for _ in range(2)]
+        self.h = device.zeros((M, D), activation)
+        self.staged = device.zeros((config.num_hidden_layers, M, config.cache_width), activation)
+        self.positions = device.zeros((M,), np.dtype(np.int64))
+        self.mask = device.zeros((_mask_elements(profile),), activation)
+        self.routing = Routing(device, M, config.num_experts_per_tok)
+        self._rows = device.zeros((0, D), fp32)
+        self._logits = device.zeros((0, self.vocab), fp32)
+        self.head(max(profile.batch, 2))
+
+    def written(self, buffer: Buffer, array: Array) -> Buffer:
+        """The array, copied to the start of a flat buffer."""
+        target = buffer[: array.size].reshape(array.shape)
+        self.device.write(target, array)
+        return target
+
+    def staged_rows(self, B: int, S: int) -> Buffer:
+        """[layers, B, S, W]: what all blocks of a step wrote."""
+        layers, _, W = self.staged.shape
+        return self.staged[:, : B * S].reshape(layers, B, S, W)
+
+    def head(self, rows: int) -> tuple[Buffer, Buffer]:
+        """fp32 [rows, D] and [rows, vocab]: what the head reads and writes. Raises DeviceError."""
+        if rows > len(self._logits):
+            fp32 = np.dtype(np.float32)
+            self._rows = self.device.zeros((rows, self._rows.shape[1]), fp32)
+            self._logits = self.device.zeros((rows, self.vocab), fp32)
+        return self._rows[:rows], self._logits[:rows]
+
+
+def most_rows(profile: Profile) -> int:
+    """Of a step, and two, rounded up to a whole number of what the cache's strides are made of."""
+    rows: int = max(profile.batch, profile.tokens, 2)
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def buffer_bytes(spec: BuildSpec, profile: Profile) -> int:
+    """What StepBuffers takes of a device's memory, without its grown logits."""
+    config, M = spec.config, most_rows(profile)
+    item = DTYPES[spec.cache_dtype][1].itemsize
+    hidden = M * config.hidden_size * (2 * 4 + item)
+    staged = config.num_hidden_layers * M * config.cache_width * item
+    small = M * (8 + 12 * config.num_experts_per_tok) + _mask_elements(profile) * item
+    head = max(profile.batch, 2) * 4 * (config.hidden_size + config.vocab_size)
+    return hidden + staged + small + head
+
+
+def _mask_elements(profile: Profile) -> int:
+    """Of a prefill's or of a decode step's, whichever is larger; a lone token may run as two."""
+    prefill = (profile.context + profile.tokens) * profile.tokens
+    return max(prefill, profile.batch * (profile.context + 1), 2 * (profile.context + 2))

@@ -1,0 +1,128 @@
+"""The Python interface: a loaded model that generates, streams and scores.
+
+`LLM` is the usual name for this; an engine, here, is TensorRT's.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Unpack
+
+from graphs.scoring import WINDOW, Scores
+from runtime.chain import Chain
+from runtime.device import Progress, no_progress
+from runtime.encoder import Encoder, GenerationOptions, Prompt
+from runtime.evaluate import evaluate
+from runtime.load import LoadOptions, load_chain
+from runtime.request import Completion, OnUpdate, Request, RequestError, Update
+from runtime.scheduler import Scheduler
+
+
+class LLM:
+    """A build, ready to run; close it, or use it in a `with`. Not thread-safe."""
+
+    def __init__(self, build: Path, chain: Chain) -> None:
+        """Raises BuildError where the stop ids of the build are damaged."""
+        self.chain, self.encoder = chain, Encoder(build, chain.config)
+        self.scheduler = Scheduler(chain, self.encoder.tokenizer)
+        self._wanted: set[int] = set()  # tickets of calls that have not returned
+        self._results: dict[int, Completion] = {}
+
+    @classmethod
+    def load(
+        cls, build: str | Path, progress: Progress = no_progress, **options: Unpack[LoadOptions]
+    ) -> "LLM":
+        """Open a build folder. Raises BuildError, DeviceError or CacheError, as `load_chain`."""
+        return cls(Path(build), load_chain(Path(build), progress, **options))
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop what still runs, and save what makes the next start faster."""
+        self.scheduler.close()
+        self.chain.backend.close()
+
+    def request(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Request:
+        """A prompt as the scheduler takes it. Raises as Encoder.request."""
+        return self.encoder.request(prompt, **options)
+
+    def generate(
+        self, prompts: Sequence[Prompt | Request], **options: Unpack[GenerationOptions]
+    ) -> list[Completion]:
+        """All of them side by side; a result each, in their order.
+
+        One that failed has an `error`; the others are what they would be without it. Raises as
+        `request`, and StepError or CacheError where one could never run; nothing has run then.
+        """
+        tickets = self._submit(prompts, options)
+        try:
+            while not all(t in self._results for t in tickets):
+                self._step()
+            return [self._results.pop(t) for t in tickets]
+        finally:
+            self._drop(tickets)
+
+    def stream(
+        self, prompt: Prompt | Request, **options: Unpack[GenerationOptions]
+    ) -> Iterator[Update]:
+        """Tokens and text as they come. Raises as `generate`, and the error of one that failed.
+
+        Whoever stops asking for more has cancelled it.
+        """
+        updates: deque[Update] = deque()
+        tickets = self._submit([prompt], options, updates.append)
+        try:
+            while tickets[0] not in self._results:
+                self._step()
+                while updates:
+                    yield updates.popleft()
+            if error := self._results.pop(tickets[0]).error:
+                raise error
+        finally:
+            self._drop(tickets)
+
+    def score(self, text: str) -> Scores:
+        """How well the model foretells a text, token by token. Raises as `runtime.evaluate`."""
+        window = min(WINDOW, self.chain.profile.context)
+        return evaluate(self.chain, self.encoder.needed_tokenizer(), text.encode(), window)
+
+    def _submit(
+        self,
+        prompts: Sequence[Prompt | Request],
+        options: GenerationOptions,
+        on_update: OnUpdate | None = None,
+    ) -> list[int]:
+        """Tickets of all, or of none."""
+        if isinstance(prompts, str):
+            raise RequestError("prompts: a list of prompts expected, found one text")
+        requests = [p if isinstance(p, Request) else self.request(p, **options) for p in prompts]
+        tickets: list[int] = []
+        try:
+            for request in requests:
+                tickets.append(self.scheduler.submit(request, on_update))
+                self._wanted.add(tickets[-1])
+        except BaseException:
+            self._drop(tickets)
+            raise
+        return tickets
+
+    def _drop(self, tickets: Sequence[int]) -> None:
+        """End what has not ended, and forget its result."""
+        for ticket in tickets:
+            self._wanted.discard(ticket)
+            self._results.pop(ticket, None)
+            self.scheduler.cancel(ticket)
+
+    def _step(self) -> None:
+        ended = self.scheduler.step()
+        self._results |= {t: result for t, result in ended.items() if t in self._wanted}

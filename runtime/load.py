@@ -1,0 +1,101 @@
+"""From a build folder to a chain: all is checked, and memory counted, before any of it is taken."""
+
+from pathlib import Path
+from typing import Literal, TypedDict, Unpack, get_args
+
+from graphs.manifest import Profile
+from graphs.spec import BuildError, BuildSpec
+from graphs.tensorfile import DTYPES
+from runtime.backends import Backend
+from runtime.backends.onnxruntime import OnnxRuntimeBackend
+from runtime.backends.tensorrt import TensorRTBackend
+from runtime.buffers import buffer_bytes
+from runtime.cache_budget import CacheBudget, rows_within
+from runtime.chain import Chain
+from runtime.cuda import CudaDevice
+from runtime.device import HostDevice, Progress, no_progress
+from runtime.engine_folder import find_engines
+from runtime.memory_plan import MemoryPlan
+from runtime.strides import ROW_MULTIPLE, stride_for
+from runtime.weights import Weights
+
+BackendName = Literal["onnxruntime", "tensorrt"]
+Provider = Literal["cpu", "cuda"]
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+PROVIDERS: tuple[Provider, ...] = get_args(Provider)
+
+
+class LoadOptions(TypedDict, total=False):
+    """How a build is opened.
+
+    backend, provider: what runs the graphs; the provider is ONNX Runtime's. profile: the limits of
+    a step; on TensorRT they are the engines'. engines: their folder, by default the one made for
+    this GPU. cache: rows a layer, or memory as "8GiB" or, of what is left free, "90%"; by default
+    room for the profile's batch of sequences, each as long as its context. threads: ONNX Runtime's,
+    0 for one per core. verify: recompute the checksums of all weight files, not only of small ones.
+    """
+
+    backend: BackendName
+    provider: Provider
+    profile: Profile
+    engines: Path
+    cache: int | str
+    threads: int
+    verify: bool
+
+
+def load_chain(
+    build: Path, progress: Progress = no_progress, **options: Unpack[LoadOptions]
+) -> Chain:
+    """Open a build folder.
+
+    Raises BuildError where it is incomplete, damaged or of another GPU or version; DeviceError
+    where there is no GPU, or not the memory; CacheError where the cache would hold too little.
+    """
+    spec = BuildSpec.load(build)
+    weights = Weights.open(build, spec, options.get("verify", False))
+    backend, profile = _open_backend(build, spec, progress, options)
+    return _assemble(spec, weights, backend, profile, options.get("cache"), progress)
+
+
+def _open_backend(
+    build: Path, spec: BuildSpec, progress: Progress, options: LoadOptions
+) -> tuple[Backend, Profile]:
+    if options.get("backend", "onnxruntime") == "tensorrt":
+        if "profile" in options:
+            raise BuildError("profile: on TensorRT it is the engines', found one more")
+        gpu = CudaDevice.open()
+        folder = options.get("engines") or find_engines(build, gpu)
+        engines = TensorRTBackend.open(build, spec, folder, gpu)
+        return engines, engines.profile
+    device = HostDevice() if options.get("provider", "cpu") == "cpu" else CudaDevice.open()
+    backend = OnnxRuntimeBackend(build, spec, device, options.get("threads", 0))
+    return backend, options.get("profile", Profile())
+
+
+def _assemble(
+    spec: BuildSpec,
+    weights: Weights,
+    backend: Backend,
+    profile: Profile,
+    cache: int | str | None,
+    progress: Progress,
+) -> Chain:
+    """Count memory, then take it: weights, cache, buffers."""
+    on_host = backend.device.kind == "cpu"  # where weights stay mapped
+    plan = MemoryPlan(
+        free=backend.device.free_bytes(),
+        weights=0 if on_host else weights.device_bytes,
+        scratch=backend.scratch_bytes,
+        buffers=buffer_bytes(spec, profile),
+    )
+    layers, width = spec.config.num_hidden_layers, spec.config.cache_width
+    item = DTYPES[spec.cache_dtype][1].itemsize
+    if isinstance(cache, str):
+        budget = CacheBudget.parse(cache).bytes_of(plan.left)
+        rows = rows_within(budget, layers, width, item, [profile.context])
+    else:
+        rows = cache or profile.batch * stride_for(profile.context)
+    plan.require(-(-rows // ROW_MULTIPLE) * ROW_MULTIPLE * layers * width * item)
+    backend.load_weights(weights, progress)
+    return Chain(spec, weights, backend, profile, rows)

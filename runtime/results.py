@@ -1,0 +1,88 @@
+"""Results of several prompts: shown in the order of the prompts, and saved as one file."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from graphs.spec import BuildError
+from runtime.jobs import Job
+from runtime.request import Completion
+
+
+def json_line(job: Job, completion: Completion) -> str:
+    """What programs read: one object."""
+    return json.dumps(
+        {
+            "id": job.id,
+            "prompt_ids": completion.prompt,
+            "tokens": completion.tokens,
+            "text": completion.text,
+            "finish_reason": completion.reason,
+            "error": None if completion.error is None else str(completion.error),
+        }
+    )
+
+
+def plain_text(completion: Completion) -> str:
+    """The text; its token ids where there is no tokenizer."""
+    if completion.text is None:
+        return " ".join(map(str, completion.tokens))
+    return completion.text
+
+
+class Results:
+    """For a `with`: whatever ends it, all that has ended is shown, and saved in `out`."""
+
+    def __init__(
+        self, jobs: Sequence[Job], show: Callable[[Job, Completion], None], out: Path | None = None
+    ) -> None:
+        """Raises BuildError where `out` can be no file's name."""
+        if out is not None and (out.is_dir() or not out.parent.is_dir()):
+            raise BuildError(f"{out}: a file in a folder that exists expected for --out")
+        self.jobs, self.show, self.out = jobs, show, out
+        self.ended: dict[int, Completion] = {}
+        self._shown = 0  # all before this job
+
+    def __enter__(self) -> "Results":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.out is not None and self.ended:
+            self._save(self.out)
+        for index in sorted(self.ended):
+            if index >= self._shown:
+                self.show(self.jobs[index], self.ended[index])
+
+    def add(self, index: int, completion: Completion) -> None:
+        """A job's, by its index; shown when all before it have been."""
+        self.ended[index] = completion
+        while self._shown in self.ended:
+            self.show(self.jobs[self._shown], self.ended[self._shown])
+            self._shown += 1
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(completion.tokens) for completion in self.ended.values())
+
+    @property
+    def failed(self) -> list[tuple[Job, Exception]]:
+        """Those that ended in an error, in order."""
+        ended = [(self.jobs[index], self.ended[index].error) for index in sorted(self.ended)]
+        return [(job, error) for job, error in ended if error is not None]
+
+    def _save(self, out: Path) -> None:
+        temporary = out.with_name(out.name + ".tmp")
+        lines = [json_line(self.jobs[i], self.ended[i]) + "\n" for i in sorted(self.ended)]
+        try:
+            temporary.write_text("".join(lines), encoding="utf-8")
+            temporary.replace(out)
+        except OSError as e:
+            raise BuildError(f"{out}: not written: {e}") from e
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,191 @@
+"""SIGINT and SIGTERM: while loading and while generating, at the first and at the second."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import NANO, Build
+
+from graphs.spec import HEAD_FILE
+from runtime.signals import SIGNALS, Interruption
+
+PROMPT = "And it came to pass"
+LONG = ("--max-new-tokens", "4000", "--threads", "1")  # takes half a minute
+WITHIN = 30  # seconds, of what takes one
+
+
+def kill(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_the_block_at_once(number: signal.Signals) -> None:
+    before = [signal.getsignal(n) for n in SIGNALS]
+    with Interruption() as interruption:
+        try:
+            kill(number)
+            pytest.fail("the block went on")
+        except Exception as e:
+            pytest.fail(f"it was taken for an error: {e!r}")
+    assert interruption.received == number and interruption.status == 128 + number
+    assert [signal.getsignal(n) for n in SIGNALS] == before
+
+
+def test_the_second_ends_a_patient_block() -> None:
+    with Interruption() as interruption:
+        interruption.patient = True
+        assert interruption.received is None
+        kill(signal.SIGINT)
+        assert interruption.received == signal.SIGINT
+        kill(signal.SIGTERM)
+        pytest.fail("the block went on")
+    assert interruption.status == 143
+
+
+def test_what_else_ends_a_block_goes_on_and_blocks_may_be_nested() -> None:
+    with pytest.raises(ValueError, match="planted"), Interruption():
+        raise ValueError("planted")
+    with Interruption() as outer:
+        with Interruption() as inner:
+            kill(signal.SIGTERM)
+        assert inner.received and not outer.received
+        kill(signal.SIGINT)
+    assert outer.received == signal.SIGINT
+
+
+def test_signals_that_were_ignored_stay_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            kill(signal.SIGINT)
+        assert interruption.received is None
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def started(*command: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that hears SIGINT even where this one does not, as in a shell's background."""
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=NANO.parent.parent,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def generating(build: Path, *arguments: str | Path) -> tuple[str | Path, ...]:
+    return ("-m", "runtime", "generate", build, *arguments)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit status, and what was left on standard output and error."""
+    out, err = process.communicate(timeout=WITHIN)
+    return process.returncode, out, err
+
+
+def wait_for_reader(pipe: Path, process: subprocess.Popen[str]) -> None:
+    """Until the process has opened the pipe, which it reads from then on."""
+    deadline = time.monotonic() + WITHIN
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # stays open, and nothing is ever written
+            return
+        except OSError:
+            time.sleep(0.01)
+    pytest.fail(f"{pipe} was never opened: {process.communicate()}")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_while_loading(nano: Build, tmp_path: Path, number: signal.Signals) -> None:
+    """The last weight file is a pipe that nothing comes out of."""
+    build, out = tmp_path / "build", tmp_path / "out.jsonl"
+    (build / "weights").mkdir(parents=True)
+    for entry in (*nano("fp32").iterdir(), *(nano("fp32") / "weights").iterdir()):
+        link = build / entry.relative_to(nano("fp32"))
+        if link != build / HEAD_FILE and not link.exists():
+            link.symlink_to(entry)
+    os.mkfifo(build / HEAD_FILE)
+    with started(*generating(build, "--prompt", PROMPT, "--out", out)) as process:
+        wait_for_reader(build / HEAD_FILE, process)
+        process.send_signal(number)
+        assert ended(process) == (128 + number, "", "interrupted: 0 of 1 finished\n")
+    assert [p.name for p in tmp_path.iterdir()] == ["build"]
+
+
+def test_while_a_text_is_streamed(nano: Build, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with started(*generating(nano("fp32"), "--prompt", PROMPT, *LONG, "--out", out)) as process:
+        assert process.stdout is not None
+        begun = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        status, text, errors = ended(process)
+    assert (status, errors) == (130, "interrupted: 0 of 1 finished\n")
+    assert begun and text.endswith("\n") and len(text) < 4000
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_finished_is_printed_and_saved(nano: Build, tmp_path: Path) -> None:
+    """The first and the last of three, of which the last waits behind the second to be printed."""
+    asked, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    lengths = {"first": 3, "long": 4000, "last": 2}
+    lines = [{"prompt": PROMPT, "id": i, "max_new_tokens": n} for i, n in lengths.items()]
+    asked.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ("--prompts", asked, "--threads", "1", "--json", "--out", out)
+    with started(*generating(nano("fp32"), *arguments)) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        status, rest, errors = ended(process)
+    assert (status, errors) == (143, "interrupted: 2 of 3 finished\n")
+    printed = [json.loads(line) for line in (first, *rest.splitlines())]
+    assert [(r["id"], len(r["tokens"])) for r in printed] == [("first", 3), ("last", 2)]
+    assert out.read_text() == first + rest
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl"]
+
+
+HANGING = """
+import sys, time
+from runtime.__main__ import main
+from runtime.chain import Chain
+
+def hang(*arguments):
+    print("in a step", flush=True)
+    while True:  # awake: of two signals at once another thread may get the second
+        time.sleep(0.01)
+
+step, Chain.step = Chain.step, lambda *a: step(*a) if len(a[1][0]) > 1 else hang()
+main()
+"""
+
+
+def test_the_second_signal_ends_a_step(nano: Build, tmp_path: Path) -> None:
+    """One prompt ends with its prefill; the other one's first decode hangs. Both come at once."""
+    out = tmp_path / "out.jsonl"
+    asked = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": PROMPT, "max_new_tokens": n} for n in (1, 2)]
+    asked.write_text("\n".join(map(json.dumps, lines)))
+    arguments = generating(nano("fp32"), "--prompts", asked, "--json", "--out", out)[2:]
+    with started("-c", HANGING, *arguments) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert process.stdout.readline() == "in a step\n"
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert ended(process) == (143, "", "interrupted: 1 of 2 finished\n")
+    assert out.read_text() == first and json.loads(first)["id"] == 1
