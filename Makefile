@@ -159,7 +159,8 @@ full-size: $(FULL_CHECKPOINTS) ## parity of K2 layers at full width with random 
 	@$(call FULL_MAKE,k2-dense,fp32) parity
 	@$(call FULL_MAKE,k2,fp8) parity
 
-bench: $(FULL_CHECKPOINTS) ## full width: a MoE decode step's seconds and memory; packing against cp, and killed (40 GB of disk, 10 minutes)
+bench: $(FULL_CHECKPOINTS) build/$(NAME)/fp32/.weights build/$(NAME)/fp8/.weights ## batching; full width: a MoE decode step's seconds and memory, packing against cp, and killed (40 GB of disk, 10 minutes)
+	@for p in fp32 fp8; do $(PYTHON) bench/batching.py build/$(NAME)/$$p; done
 	@$(call FULL_MAKE,k2,fp8) weights
 	$(PYTHON) bench/moe_step.py $(FULL)/k2/fp8
 	$(PYTHON) bench/packing.py $(FULL)/k2/checkpoint $(FULL)/k2/fp8

@@ -5,7 +5,7 @@ that has none. `tensorrt` is TensorRT for data-centre GPUs: it builds for the GP
 Polygraphy drives both and decides by an environment variable, once, when it is first imported; it
 also owns the builder's logger. So `build_engine` changes the process it runs in, and wants one of
 its own (graphs.compile gives it one). Importing this module imports none of these packages. How
-engines are run is runtime/engine.py's, which is handed the module that `load_tensorrt` returns.
+engines are run is for runtime/backends/engine.py, which is given what `load_tensorrt` returns.
 """
 
 import importlib

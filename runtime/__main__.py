@@ -15,27 +15,35 @@ from graphs.cli import make_app, progress_bar, run, wide_console
 from graphs.manifest import Profile
 from graphs.report.terminal import show as show_report
 from graphs.scoring import WINDOW, Scores
+from graphs.session import SessionError
 from graphs.spec import BuildError, BuildSpec
-from runtime import options as arg
+from graphs.tensorrt import TensorRTError
 from runtime.backends import BackendError
+from runtime.cache_errors import CacheError
 from runtime.chain import Chain, StepError
+from runtime.commands import options as arg
+from runtime.commands.jobs import Job, make_jobs
+from runtime.commands.options import cache_option, load_options
+from runtime.commands.prompts import Asked, given_file, given_ids, given_messages, given_texts
+from runtime.commands.results import Results, json_line, plain_text
+from runtime.commands.run_jobs import run_jobs, stream_job
+from runtime.commands.signals import Interruption
 from runtime.device import DeviceError
 from runtime.encoder import Encoder, GenerationOptions
 from runtime.evaluate import evaluate as evaluate_text
-from runtime.jobs import Job, make_jobs
-from runtime.kv_cache import CacheError
 from runtime.load import LoadOptions, load_chain
-from runtime.options import cache_option, load_options
 from runtime.parity import runtime_parity
-from runtime.prompts import Asked, given_file, given_ids, given_messages, given_texts
 from runtime.request import Completion, Request
-from runtime.results import Results, json_line, plain_text
-from runtime.run_jobs import run_jobs, stream_job
 from runtime.sampling import SamplingError, SamplingParams
 from runtime.scheduler import Scheduler
-from runtime.signals import Interruption
 from runtime.tokenizer import PromptError
 from runtime.tokenizer_files import load_tokenizer
+
+# What ends a command with one line; anything else is a bug of ours.
+ENDING = (
+    *(PromptError, SamplingError, StepError, CacheError, BackendError, DeviceError),
+    *(SessionError, TensorRTError),
+)
 
 app = make_app("Tokens from a build folder, on ONNX Runtime or TensorRT.")
 
@@ -238,7 +246,7 @@ def _leave(interruption: Interruption, done: str = "") -> NoReturn:
 
 def main() -> None:
     with Interruption() as interruption:
-        run(app, PromptError, SamplingError, StepError, CacheError, BackendError, DeviceError)
+        run(app, *ENDING)
     _leave(interruption)
 
 

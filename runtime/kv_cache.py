@@ -19,21 +19,10 @@ from typing import Any
 import numpy as np
 
 from graphs.tensorfile import ALIGNMENT, Array
-from runtime.cache_errors import CacheError, CacheFullError, NonFiniteError, StaleHandleError
+from runtime.cache_errors import CacheError, NonFiniteError
 from runtime.device import Buffer, Device
 from runtime.slots import Move, Slots
-from runtime.strides import ROW_MULTIPLE, require_rows, stride_for
-
-__all__ = [
-    "ROW_MULTIPLE",
-    "CacheError",
-    "CacheFullError",
-    "CacheStatistics",
-    "LatentCache",
-    "NonFiniteError",
-    "StaleHandleError",
-    "stride_for",
-]
+from runtime.strides import ROW_MULTIPLE, require_rows
 
 CHECKED_AT_ONCE = 4096  # rows
 

@@ -7,6 +7,8 @@ from graphs.manifest import Profile
 from graphs.spec import BuildError, BuildSpec
 from graphs.tensorfile import DTYPES
 from runtime.backends import Backend
+from runtime.backends.engine import RtxOptions
+from runtime.backends.engine_folder import find_engines
 from runtime.backends.onnxruntime import OnnxRuntimeBackend
 from runtime.backends.tensorrt import TensorRTBackend
 from runtime.buffers import buffer_bytes
@@ -14,7 +16,6 @@ from runtime.cache_budget import CacheBudget, rows_within
 from runtime.chain import Chain
 from runtime.cuda import CudaDevice
 from runtime.device import HostDevice, Progress, no_progress
-from runtime.engine_folder import find_engines
 from runtime.memory_plan import MemoryPlan
 from runtime.strides import ROW_MULTIPLE, stride_for
 from runtime.weights import Weights
@@ -30,15 +31,17 @@ class LoadOptions(TypedDict, total=False):
 
     backend, provider: what runs the graphs; the provider is ONNX Runtime's. profile: the limits of
     a step; on TensorRT they are the engines'. engines: their folder, by default the one made for
-    this GPU. cache: rows a layer, or memory as "8GiB" or, of what is left free, "90%"; by default
-    room for the profile's batch of sequences, each as long as its context. threads: ONNX Runtime's,
-    0 for one per core. verify: recompute the checksums of all weight files, not only of small ones.
+    this GPU. rtx: what TensorRT-RTX decides at run time. cache: rows a layer, or memory as "8GiB"
+    or, of what is left free, "90%"; by default room for the profile's batch of sequences, each as
+    long as its context. threads: ONNX Runtime's, 0 for one per core. verify: recompute the
+    checksums of all weight files, not only of small ones.
     """
 
     backend: BackendName
     provider: Provider
     profile: Profile
     engines: Path
+    rtx: RtxOptions
     cache: int | str
     threads: int
     verify: bool
@@ -66,7 +69,7 @@ def _open_backend(
             raise BuildError("profile: on TensorRT it is the engines', found one more")
         gpu = CudaDevice.open()
         folder = options.get("engines") or find_engines(build, gpu)
-        engines = TensorRTBackend.open(build, spec, folder, gpu)
+        engines = TensorRTBackend.open(build, spec, folder, gpu, options.get("rtx"))
         return engines, engines.profile
     device = HostDevice() if options.get("provider", "cpu") == "cpu" else CudaDevice.open()
     backend = OnnxRuntimeBackend(build, spec, device, options.get("threads", 0))

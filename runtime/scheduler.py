@@ -19,9 +19,9 @@ import math
 from collections import deque
 
 from runtime.backends import BackendError
+from runtime.cache_errors import CacheError, CacheFullError, NonFiniteError
 from runtime.chain import Chain, LogitsError, StepError, require_ids
 from runtime.device import DeviceError
-from runtime.kv_cache import CacheError, CacheFullError, NonFiniteError
 from runtime.request import Completion, OnUpdate, Request, RequestError
 from runtime.running import Running
 from runtime.sampling import Sampler, SamplingError

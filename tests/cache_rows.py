@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from graphs.tensorfile import DTYPES, Array
+from runtime.cache_errors import CacheError
 from runtime.device import Buffer, Device
-from runtime.kv_cache import CacheError, LatentCache
+from runtime.kv_cache import LatentCache
 
 LAYERS, WIDTH = 2, 6
 FP32, BF16 = DTYPES["float"][1], DTYPES["bfloat16"][1]

@@ -25,8 +25,8 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from graphs.tensorfile import Array
+from runtime.cache_errors import CacheError, CacheFullError, NonFiniteError, StaleHandleError
 from runtime.device import Device
-from runtime.kv_cache import CacheError, CacheFullError, NonFiniteError, StaleHandleError
 from runtime.strides import largest_stride, least_stride, stride_for
 
 Tokens = list[int]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from conftest import PROFILE, Build, OpenBackend, OpenChain
+from conftest import ON_GPU, PROFILE, Build, OpenBackend, OpenChain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tampering import Block, restore, tamper
@@ -17,8 +17,8 @@ from graphs.spec import PRECISIONS, BuildSpec, Precision
 from graphs.tensorfile import Array
 from runtime.backends import BackendError
 from runtime.backends.onnxruntime import OnnxRuntimeBackend
+from runtime.cache_errors import CacheFullError, NonFiniteError
 from runtime.chain import Chain, LogitsError, StepError, step_mask
-from runtime.kv_cache import CacheFullError, NonFiniteError
 from runtime.parity import run_experts, runtime_parity
 from runtime.prefill import prefill
 from runtime.request import Request
@@ -329,7 +329,8 @@ def test_greedy_tokens_are_equal_on_both_backends(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_parity_holds_on_every_backend(
+@pytest.mark.parametrize("open_chain", ["double", *ON_GPU], indirect=True)
+def test_parity_holds_on_the_other_backends_too(
     open_chain: OpenChain, nano: Build, precision: Precision
 ) -> None:
     found = runtime_parity(open_chain(precision), nano(precision))

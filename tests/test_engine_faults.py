@@ -11,9 +11,9 @@ from test_tensorrt_backend import Opened
 from graphs.manifest import Profile
 from graphs.spec import BuildSpec
 from runtime.backends import BackendError
+from runtime.cache_errors import NonFiniteError
 from runtime.chain import Chain
 from runtime.device import DeviceError
-from runtime.kv_cache import NonFiniteError
 from runtime.scheduler import Scheduler
 from runtime.weights import Weights
 

@@ -22,10 +22,10 @@ from graphs.manifest import Manifest, Profile
 from graphs.spec import BuildError, BuildSpec
 from graphs.tensorrt import load_tensorrt
 from runtime.backends import BackendError
+from runtime.backends.engine import Library
+from runtime.backends.engine_folder import find_engines
 from runtime.backends.tensorrt import TensorRTBackend
 from runtime.cuda import CudaDevice
-from runtime.engine import Library
-from runtime.engine_folder import find_engines
 
 PROFILE = Profile(batch=4, tokens=16, context=256)
 

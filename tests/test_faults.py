@@ -13,8 +13,8 @@ from test_scheduler import prompt, run_alone
 from graphs.spec import BuildError, BuildSpec, layer_file
 from runtime import weights as weights_module
 from runtime.backends import BackendError
+from runtime.cache_errors import NonFiniteError
 from runtime.chain import Chain, LogitsError
-from runtime.kv_cache import NonFiniteError
 from runtime.request import Completion, Request
 from runtime.scheduler import Scheduler
 from runtime.weights import Weights

@@ -22,15 +22,15 @@ from train import bits_per_byte as reference_bits_per_byte
 import runtime.__main__ as command_line
 from export.checkpoint import Checkpoint
 from graphs.spec import BuildError
-from runtime import prompts
 from runtime.backends import BackendError
-from runtime.board import BARS, Board
 from runtime.chain import Chain, StepError
-from runtime.jobs import Job
+from runtime.commands import prompts
+from runtime.commands.board import BARS, Board
+from runtime.commands.jobs import Job
+from runtime.commands.results import Results
 from runtime.llm import LLM
 from runtime.prefill import prefill
 from runtime.request import Completion, Request
-from runtime.results import Results
 
 PROMPT = "And it came to pass"
 OTHER = "In the beginning"

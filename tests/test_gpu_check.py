@@ -1,43 +1,50 @@
-"""The table of `make gpu-check`, made on the double; and what happens without a GPU."""
+"""The table of `make gpu-check`, made without one; and what happens without a GPU."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import gpu_check
 import pytest
-from conftest import Build, OpenChain
+from conftest import PROFILE, Build, OpenBackend
 from typer.testing import CliRunner
 
+from graphs.spec import BuildSpec
 from runtime.backends import BackendError
+from runtime.chain import Chain
 from runtime.device import DeviceError
+from runtime.weights import Weights
 
 GPU: Any = SimpleNamespace(sm=120, name="double")
 
 
 @pytest.fixture
-def on_double(monkeypatch: pytest.MonkeyPatch, open_chain: OpenChain) -> list[Any]:
-    """Builds are opened on the fixture's backend; returns the options they were opened with."""
-    opened: list[Any] = []
+def opened(
+    monkeypatch: pytest.MonkeyPatch, nano: Build, onnxruntime_backend: OpenBackend
+) -> list[Any]:
+    """The options with which builds were opened: all on ONNX Runtime here."""
+    spec = BuildSpec.load(nano("fp32"))
+    weights = Weights.open(nano("fp32"), spec)
+    found: list[Any] = []
 
     def load_chain(build: Any, **options: Any) -> Any:
-        opened.append(options)
-        return open_chain()
+        found.append(options)
+        return Chain(spec, weights, onnxruntime_backend("fp32", PROFILE), PROFILE, 1024)
 
     monkeypatch.setattr(gpu_check, "load_chain", load_chain)
     compiled = SimpleNamespace(folder="engines")
     monkeypatch.setattr(gpu_check, "compile_build", lambda *arguments: compiled)
-    return opened
+    return found
 
 
-def test_parity_runs_on_both_backends_of_a_gpu(nano: Build, on_double: list[Any]) -> None:
+def test_parity_runs_on_both_backends_of_a_gpu(nano: Build, opened: list[Any]) -> None:
     rows = list(gpu_check.parity(nano("fp32"), GPU))
     assert [row.what for row in rows] == [
         "parity, fp32, TensorRT (rtx)",
         "parity, fp32, ONNX Runtime",
     ]
     assert all(row.passed > 50 and not row.failed and not row.remark for row in rows)
-    assert [options.get("provider") for options in on_double] == [None, "cuda"]
-    assert on_double[0]["engines"] == nano("fp32") / "engines"
+    assert [options.get("provider") for options in opened] == [None, "cuda"]
+    assert opened[0]["engines"] == nano("fp32") / "engines"
 
 
 def test_what_fails_is_a_row_of_its_own(nano: Build, monkeypatch: pytest.MonkeyPatch) -> None:

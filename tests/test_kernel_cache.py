@@ -12,9 +12,9 @@ from tensorrt_double import CudaGraphStrategy, DynamicShapesKernelSpecialization
 from test_tensorrt_backend import Opened, run_graph
 
 from graphs.spec import GRAPHS, BuildError
+from runtime.backends.engine import RtxOptions
+from runtime.backends.kernel_cache import cache_path
 from runtime.device import DeviceError
-from runtime.engine import RtxOptions
-from runtime.kernel_cache import cache_path
 
 
 @pytest.fixture

@@ -25,17 +25,11 @@ from cache_rows import (
 )
 from devices import DEVICES
 
+from runtime.cache_errors import CacheError, CacheFullError, NonFiniteError, StaleHandleError
 from runtime.device import Device
-from runtime.kv_cache import (
-    CacheError,
-    CacheFullError,
-    LatentCache,
-    NonFiniteError,
-    StaleHandleError,
-    stride_for,
-)
+from runtime.kv_cache import LatentCache
 from runtime.slots import Slots
-from runtime.strides import largest_stride, least_stride
+from runtime.strides import largest_stride, least_stride, stride_for
 
 
 @pytest.fixture(params=DEVICES, ids=lambda make: make.__name__)

@@ -30,8 +30,8 @@ from graphs.parity import graph_parity
 from graphs.replay import golden_inputs
 from graphs.spec import BuildSpec, Precision, layer_file
 from graphs.tensorfile import Array, TensorFile
-from runtime.load import load_chain
 from runtime import parity
+from runtime.load import load_chain
 from runtime.parity import runtime_parity
 from runtime.routing import expert_slots
 

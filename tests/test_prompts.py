@@ -11,11 +11,11 @@ from helpers import tiny_config
 
 from graphs.config import ModelConfig
 from graphs.manifest import Profile
-from runtime import prompts
 from runtime.chat import Message
+from runtime.commands import prompts
+from runtime.commands.jobs import Job, make_jobs
+from runtime.commands.prompts import Asked, given_file, given_ids, given_messages, given_texts
 from runtime.encoder import Encoder, GenerationOptions
-from runtime.jobs import Job, make_jobs
-from runtime.prompts import Asked, given_file, given_ids, given_messages, given_texts
 from runtime.sampling import SamplingParams
 from runtime.tokenizer import PromptError
 

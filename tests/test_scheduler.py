@@ -12,8 +12,8 @@ from sampling_margin import margin
 
 from graphs.manifest import Profile
 from graphs.tensorfile import Array
+from runtime.cache_errors import CacheFullError
 from runtime.chain import Chain, StepError
-from runtime.kv_cache import CacheFullError
 from runtime.prefill import prefill
 from runtime.request import Completion, Request, RequestError, Update
 from runtime.running import CallbackError
@@ -113,7 +113,7 @@ def random_requests(generator: np.random.Generator, count: int) -> list[Request]
     for index in range(count):
         sampling = samplings[index % len(samplings)]
         params = {**vars(sampling), "seed": int(generator.integers(1000))}
-        start, length = 30 * int(generator.integers(3)), int(generator.integers(1, 150))
+        start, length = 30 * int(generator.integers(3)), int(generator.integers(1, 120))
         new = int(generator.integers(1, 16))
         found.append(Request(prompt(start, length), new, SamplingParams(**params)))
     return found
@@ -126,7 +126,7 @@ def test_requests_equal_their_own_runs_whatever_ran_beside_them(
     """Random arrivals, lengths, samplings and cancellations; prefixes are shared, and reused."""
     generator = np.random.default_rng(seed)
     chain = open_chain(profile=Profile(batch=4, tokens=32, context=512), cache=2048)
-    requests = random_requests(generator, 14)
+    requests = random_requests(generator, 12)
     scheduler, tickets, results = Recording(chain), {}, {}
     waiting = list(requests)
     cancelled = 0

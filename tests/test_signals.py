@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import NANO, Build
 
-from graphs.spec import HEAD_FILE
-from runtime.signals import SIGNALS, Interruption
+from runtime.commands.signals import SIGNALS, Interruption
 
 PROMPT = "And it came to pass"
 LONG = ("--max-new-tokens", "4000", "--threads", "1")  # takes half a minute
@@ -99,33 +97,37 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def wait_for_reader(pipe: Path, process: subprocess.Popen[str]) -> None:
-    """Until the process has opened the pipe, which it reads from then on."""
-    deadline = time.monotonic() + WITHIN
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # stays open, and nothing is ever written
-            return
-        except OSError:
-            time.sleep(0.01)
-    pytest.fail(f"{pipe} was never opened: {process.communicate()}")
+PLANTED = """
+import time
+from runtime.__main__ import main
+from runtime.backends.onnxruntime import OnnxRuntimeBackend
+from runtime.chain import Chain
+
+def hang(*arguments):
+    print("hanging", flush=True)
+    while True:  # awake: of two signals at once another thread may get the second
+        time.sleep(0.01)
+
+{plant}
+main()
+"""
+
+
+def hanging(plant: str, build: Path, *arguments: str | Path) -> tuple[str | Path, ...]:
+    """The command line, hanging where `plant` puts it."""
+    return ("-c", PLANTED.format(plant=plant), *generating(build, *arguments)[2:])
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_while_loading(nano: Build, tmp_path: Path, number: signal.Signals) -> None:
-    """The last weight file is a pipe that nothing comes out of."""
-    build, out = tmp_path / "build", tmp_path / "out.jsonl"
-    (build / "weights").mkdir(parents=True)
-    for entry in (*nano("fp32").iterdir(), *(nano("fp32") / "weights").iterdir()):
-        link = build / entry.relative_to(nano("fp32"))
-        if link != build / HEAD_FILE and not link.exists():
-            link.symlink_to(entry)
-    os.mkfifo(build / HEAD_FILE)
-    with started(*generating(build, "--prompt", PROMPT, "--out", out)) as process:
-        wait_for_reader(build / HEAD_FILE, process)
+    given = ("--prompt", PROMPT, "--out", tmp_path / "out.jsonl")
+    plant = "OnnxRuntimeBackend.load_weights = hang"
+    with started(*hanging(plant, nano("fp32"), *given)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "hanging\n"
         process.send_signal(number)
         assert ended(process) == (128 + number, "", "interrupted: 0 of 1 finished\n")
-    assert [p.name for p in tmp_path.iterdir()] == ["build"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_while_a_text_is_streamed(nano: Build, tmp_path: Path) -> None:
@@ -159,32 +161,17 @@ def test_what_is_finished_is_printed_and_saved(nano: Build, tmp_path: Path) -> N
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl"]
 
 
-HANGING = """
-import sys, time
-from runtime.__main__ import main
-from runtime.chain import Chain
-
-def hang(*arguments):
-    print("in a step", flush=True)
-    while True:  # awake: of two signals at once another thread may get the second
-        time.sleep(0.01)
-
-step, Chain.step = Chain.step, lambda *a: step(*a) if len(a[1][0]) > 1 else hang()
-main()
-"""
-
-
 def test_the_second_signal_ends_a_step(nano: Build, tmp_path: Path) -> None:
     """One prompt ends with its prefill; the other one's first decode hangs. Both come at once."""
-    out = tmp_path / "out.jsonl"
-    asked = tmp_path / "prompts.jsonl"
+    asked, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lines = [{"prompt": PROMPT, "max_new_tokens": n} for n in (1, 2)]
     asked.write_text("\n".join(map(json.dumps, lines)))
-    arguments = generating(nano("fp32"), "--prompts", asked, "--json", "--out", out)[2:]
-    with started("-c", HANGING, *arguments) as process:
+    plant = "step, Chain.step = Chain.step, lambda *a: step(*a) if len(a[1][0]) > 1 else hang()"
+    given = ("--prompts", asked, "--json", "--out", out)
+    with started(*hanging(plant, nano("fp32"), *given)) as process:
         assert process.stdout is not None
         first = process.stdout.readline()
-        assert process.stdout.readline() == "in a step\n"
+        assert process.stdout.readline() == "hanging\n"
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGTERM)
         assert ended(process) == (143, "", "interrupted: 1 of 2 finished\n")

@@ -22,12 +22,12 @@ from graphs.spec import BuildError, BuildSpec, GraphName, expert_weight
 from graphs.tensorfile import ALIGNMENT, Array
 from graphs.tensorrt import load_tensorrt
 from runtime.backends import Slot
+from runtime.backends.engine import Context, Engine, Library, RtxOptions
+from runtime.backends.engine_check import check_engine
+from runtime.backends.engine_folder import check_target, check_version, read_engines
+from runtime.backends.kernel_cache import KernelCache, cache_path
 from runtime.cuda import CudaDevice
 from runtime.device import Buffer, Device, DeviceError, Progress
-from runtime.engine import Context, Engine, Library, RtxOptions
-from runtime.engine_check import check_engine
-from runtime.engine_folder import check_target, check_version, read_engines
-from runtime.kernel_cache import KernelCache, cache_path
 from runtime.weights import Weights
 
 Addresses = dict[str, int]

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-from runtime.board import Board
-from runtime.jobs import REFUSALS, Job
+from runtime.commands.board import Board
+from runtime.commands.jobs import REFUSALS, Job
+from runtime.commands.results import Results
+from runtime.commands.signals import Interruption
 from runtime.request import OnUpdate, Update
-from runtime.results import Results
 from runtime.scheduler import Scheduler
-from runtime.signals import Interruption
 from runtime.tokenizer import PromptError
 
 Running = Sequence[tuple[int, int]]  # index of a job that runs, and its tokens so far

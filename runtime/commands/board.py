@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID, TextColumn
 
 from graphs.cli import progress_bar
-from runtime.results import Results
+from runtime.commands.results import Results
 
 BARS = 8  # of running requests, whatever their number
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from graphs.config import ModelConfig
 from graphs.manifest import Profile
+from runtime.cache_errors import CacheError
 from runtime.chain import StepError, require_ids
+from runtime.commands.prompts import Asked
 from runtime.encoder import Encoder, GenerationOptions
-from runtime.kv_cache import CacheError
-from runtime.prompts import Asked
 from runtime.request import Request, RequestError
 from runtime.sampling import SamplingError
 from runtime.text import TextStream

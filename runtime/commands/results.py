@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 
 from graphs.spec import BuildError
-from runtime.jobs import Job
+from runtime.commands.jobs import Job
 from runtime.request import Completion
 
 

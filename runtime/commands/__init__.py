@@ -1,0 +1,1 @@
+"""What `python -m runtime` asks and shows: options, prompts, results, signals."""
