@@ -27,7 +27,7 @@ from runtime.commands.options import cache_option, load_options
 from runtime.commands.prompts import Asked, given_file, given_ids, given_messages, given_texts
 from runtime.commands.results import Results, json_line, plain_text
 from runtime.commands.run_jobs import run_jobs, stream_job
-from runtime.commands.signals import Interruption
+from runtime.commands.signals import Interruption, without_traceback
 from runtime.device import DeviceError
 from runtime.encoder import Encoder, GenerationOptions
 from runtime.evaluate import evaluate as evaluate_text
@@ -71,6 +71,7 @@ def generate(
     batch: arg.Batch = None,
     chunk: arg.Chunk = None,
     threads: arg.Threads = None,
+    batch_invariant: arg.BatchInvariant = True,
     verify: arg.Verify = False,
     as_json: arg.AsJson = False,
     out: arg.Out = None,
@@ -81,6 +82,7 @@ def generate(
     """
     limits = {"context": context, "batch": batch, "chunk": chunk}
     options = load_options(backend, provider, engines, threads, verify, limits)
+    options["batch_invariant"] = batch_invariant
     if cache is not None:
         options["cache"] = cache_option(cache)
     sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
@@ -245,6 +247,7 @@ def _leave(interruption: Interruption, done: str = "") -> NoReturn:
 
 
 def main() -> None:
+    without_traceback()
     with Interruption() as interruption:
         run(app, *ENDING)
     _leave(interruption)

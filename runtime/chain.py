@@ -4,8 +4,8 @@ A step takes new tokens for a contiguous range of the cache's slots, in one of t
 engine has a profile for: decode, one token each of several sequences, or prefill, several tokens of
 one. It checks every limit before anything runs, runs all blocks, and commits the new cache rows of
 all layers when all of them have succeeded. A padded row sees only itself, is routed to no expert,
-and is never committed: that of a sequence which brings no token to a decode step, and one beside a
-lone token where a backend would give it a kernel of its own.
+and is never committed: that of a sequence which brings no token to a decode step, and of one that
+stands beside a lone token, where a backend would give one row a kernel of its own.
 """
 
 from collections.abc import Sequence
@@ -94,8 +94,9 @@ class Chain:
         for handle, values in zip(self.cache.handles[first:], logits, strict=False):
             if not np.isfinite(values).all():
                 raise LogitsError(handle)
-        self.cache.commit(first, self.buffers.staged_rows(*batch.ids.shape), tokens)
-        return logits
+        staged = self.buffers.staged_rows(*batch.ids.shape)
+        self.cache.commit(first, staged[:, : len(tokens)], tokens)
+        return logits[: len(tokens)]
 
     def _check(self, tokens: Sequence[Sequence[int]], counts: list[int], first: int) -> None:
         handles, lengths = self.cache.handles, self.cache.lengths
@@ -141,7 +142,7 @@ class Chain:
             block = self.config.block_type(layer)
             inputs = common | {
                 "x": x.reshape(B, S, -1),
-                "context": self.cache.context(layer, batch.first, B),
+                "context": self.cache.context(layer, batch.first, B - batch.beside, batch.beside),
             }
             outputs = {"new": buffers.staged[layer, :M].reshape(B, S, -1)}
             if block == "dense":
@@ -191,6 +192,7 @@ class _Batch:
     positions: Array  # [B, S]
     mask: Array  # [B, L+S, 1, S] in the activation's type
     valid: Array  # [B·S]: not padding
+    beside: int  # of the B, those that stand for no sequence
     group: int  # which range of slots, as wide as the profile's batch, it begins in
 
     @classmethod
@@ -198,20 +200,31 @@ class _Batch:
         cls, chain: Chain, tokens: Sequence[Sequence[int]], counts: list[int], first: int
     ) -> "_Batch":
         """Raises StepError where several sequences' stride is beyond the profile's context."""
-        B, S = len(counts), max(counts)
-        if B == 1:
-            S = max(S, chain.backend.least_rows)
-        lengths = np.array(chain.cache.lengths[first : first + B])
+        S, beside = max(counts), _beside(chain, counts, first)
+        lengths = np.array(chain.cache.lengths[first : first + len(counts)] + [0] * beside)
+        L = chain.cache.context(0, first, len(counts), beside).shape[1]
+        counts = counts + [0] * beside
+        B = len(counts)
         ids = np.zeros((B, S), np.int64)
         for b, sequence in enumerate(tokens):
             ids[b, : counts[b]] = sequence
         positions = step_positions(lengths, S, chain.config)
-        L = chain.cache.context(0, first, B).shape[1]
         chain.require("context", L, chain.profile.context)
         mask = step_mask(lengths, np.array(counts), S, L, chain.activation)
         valid = np.arange(S) < np.array(counts)[:, None]
         group = first // chain.profile.batch if B > 1 else 0
-        return cls(first, counts, ids, positions, mask, valid.reshape(-1), group)
+        return cls(first, counts, ids, positions, mask, valid.reshape(-1), beside, group)
+
+
+def _beside(chain: Chain, counts: list[int], first: int) -> int:
+    """How many padded sequences a step gets: one for a lone token, where a backend asks for it.
+
+    None where the cache has no place for it: such a token runs as it is.
+    """
+    cache = chain.cache
+    lacking = max(counts) * len(counts) < chain.backend.least_rows
+    fits = cache.has_room_beside(first) and cache.stride <= chain.profile.context
+    return int(lacking and fits)
 
 
 def step_positions(lengths: Array, S: int, config: ModelConfig) -> Array:

@@ -136,13 +136,18 @@ class LatentCache:
         """
         self._move(self.slots.reserve(first, counts))
 
-    def context(self, layer: int, first: int, count: int) -> Buffer:
+    def has_room_beside(self, slot: int) -> bool:
+        """Whether the allocation goes on for a further slot behind this one, in use or not."""
+        return (slot + 2) * self.stride <= self.capacity
+
+    def context(self, layer: int, first: int, count: int, beside: int = 0) -> Buffer:
         """The cached rows of `count` slots, [count, L, W], contiguous, in place; to be read only.
 
-        L is the stride, and just the sequence's length where there is one slot. Raises CacheError
-        where a slot is not in use.
+        L is the stride, and just the sequence's length where there is one slot. `beside` more slots
+        may be free ones: what lies there is finite. Raises CacheError where a slot is not in use.
         """
         self.slots.require_slots(first, count)
+        count += beside
         start = first * self.stride
         if count == 1:
             return self.rows[layer, start : start + len(self.slots.active[first].tokens)][None]

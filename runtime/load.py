@@ -33,8 +33,10 @@ class LoadOptions(TypedDict, total=False):
     a step; on TensorRT they are the engines'. engines: their folder, by default the one made for
     this GPU. rtx: what TensorRT-RTX decides at run time. cache: rows a layer, or memory as "8GiB"
     or, of what is left free, "90%"; by default room for the profile's batch of sequences, each as
-    long as its context. threads: ONNX Runtime's, 0 for one per core. verify: recompute the
-    checksums of all weight files, not only of small ones.
+    long as its context. threads: ONNX Runtime's, 0 for one per core. batch_invariant: whether, on
+    ONNX Runtime, a lone token runs as two rows, so that a request gives what it gives beside others
+    (default); without, one alone is faster. verify: recompute the checksums of all weight files,
+    not only of small ones.
     """
 
     backend: BackendName
@@ -44,6 +46,7 @@ class LoadOptions(TypedDict, total=False):
     rtx: RtxOptions
     cache: int | str
     threads: int
+    batch_invariant: bool
     verify: bool
 
 
@@ -72,7 +75,8 @@ def _open_backend(
         engines = TensorRTBackend.open(build, spec, folder, gpu, options.get("rtx"))
         return engines, engines.profile
     device = HostDevice() if options.get("provider", "cpu") == "cpu" else CudaDevice.open()
-    backend = OnnxRuntimeBackend(build, spec, device, options.get("threads", 0))
+    threads, invariant = options.get("threads", 0), options.get("batch_invariant", True)
+    backend = OnnxRuntimeBackend(build, spec, device, threads, invariant)
     return backend, options.get("profile", Profile())
 
 

@@ -13,4 +13,9 @@ def double() -> CudaDevice:
     return CudaDevice(DriverDouble())
 
 
+def gpu() -> Device:
+    """The real one."""
+    return CudaDevice.open()
+
+
 DEVICES: list[Callable[[], Device]] = [HostDevice, double]

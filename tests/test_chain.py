@@ -206,20 +206,21 @@ def test_a_step_that_fails_midway_changes_nothing(chain: Chain) -> None:
     assert chain.cache.lengths == [4]
 
 
-def test_rows_do_not_depend_on_what_runs_beside_them(open_chain: OpenChain) -> None:
-    """A lone token runs as two: with its neighbours it gives the same, but for its attention."""
-    chain = open_chain(profile=Profile(batch=8, tokens=128, context=512), cache=2048)
-    prompts = [IDS[i : i + 5 + i] for i in range(5)]
-    for slot, ids in enumerate(prompts):
+def test_a_lone_token_gives_what_it_gives_beside_others(open_chain: OpenChain) -> None:
+    """Bit for bit where it runs as two rows; another kernel's rounding off where it cannot."""
+    chain = open_chain(profile=Profile(batch=8, tokens=128, context=512), cache=320)
+    for slot in range(5):
         chain.cache.allocate()
-        chain.step([ids], slot)
+        chain.step([IDS[slot : 5 + 2 * slot]], slot)
     lengths = chain.cache.lengths
     alone = [chain.step([[65]], slot)[0] for slot in range(5)]
+    assert not chain.cache.has_room_beside(4)
     for handle, length in zip(chain.cache.handles, lengths, strict=True):
         chain.cache.truncate(handle, length)
     together = chain.step([[65]] * 5)
-    for one, other in zip(alone, together, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5, rtol=0)
+    for slot, (one, other) in enumerate(zip(alone, together, strict=True)):
+        same = chain.backend.least_rows == 2 and slot < 4
+        np.testing.assert_allclose(one, other, atol=0 if same else 2e-5, rtol=0)
 
 
 def test_every_expert_is_reachable(chain: Chain, checkpoint: Checkpoint) -> None:

@@ -130,23 +130,27 @@ def test_logits_that_are_not_finite_end_their_own_request(open_chain: OpenChain)
 
 
 def test_nan_behind_a_shorter_sequence_reaches_no_other(open_chain: OpenChain) -> None:
-    """Case 18: every padded row is NaN, in every output of every block."""
-    chain = open_chain(cache=1024)
-    expected = [tuple(run_alone(chain, request).tokens) for request in REQUESTS]
+    """Case 18: the new row of every padded sequence is NaN, in every block.
+
+    The second prompt takes three steps, in which its slot is padding between two that decode.
+    """
+    chain = open_chain(cache=2048)
+    requests = [REQUESTS[0], Request(prompt(0, 300), 2), REQUESTS[1]]
+    expected = [tuple(run_alone(chain, request).tokens) for request in requests]
+    poisoned: list[int] = []
 
     def poison(layer: int, block: Block) -> None:
         new, mask = block.read("new"), block.read("mask").astype(np.float32)
         B, S, _ = new.shape
-        own = (mask[:, -S:, 0] == 0).sum(axis=(1, 2))
-        for b in range(B):
-            cached = (mask[b, :-S, 0] == 0).any()
-            if S == 1 and B > 1 and not cached:
-                block.poison("new", b)
-            if S == 2 and B == 1 and own[b] == 2:  # a lone token, and its padding
-                block.poison("new", (b, 1))
+        if S == 1 and B > 1:
+            for b in range(B):
+                if not (mask[b, :-S, 0] == 0).any():  # it sees itself only: padding
+                    block.poison("new", b)
+                    poisoned.append(B)
 
     tamper(chain, poison)
-    assert [result.tokens for result in run(chain, REQUESTS)] == expected
+    assert [result.tokens for result in run(chain, requests)] == expected
+    assert 3 in poisoned
 
 
 @pytest.mark.parametrize("error", [MemoryError("planted"), RuntimeError("planted")])

@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import pty
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -52,8 +53,11 @@ Command = Callable[..., Done]
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Command]:
     """`python -m runtime …` in this process."""
+    before = signal.getsignal(signal.SIGINT)
 
     def run(*arguments: str | Path) -> Done:
         monkeypatch.setattr(sys, "argv", ["runtime", *map(str, arguments)])
@@ -63,7 +67,8 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         assert isinstance(status, int)
         return Done(status, *capsys.readouterr())
 
-    return run
+    yield run
+    signal.signal(signal.SIGINT, before)
 
 
 def test_one_prompt_is_streamed_with_its_rate(nano: Build) -> None:

@@ -23,7 +23,7 @@ from cache_rows import (
     staged,
     unchanged,
 )
-from devices import DEVICES
+from devices import DEVICES, gpu
 
 from runtime.cache_errors import CacheError, CacheFullError, NonFiniteError, StaleHandleError
 from runtime.device import Device
@@ -32,7 +32,9 @@ from runtime.slots import Slots
 from runtime.strides import largest_stride, least_stride, stride_for
 
 
-@pytest.fixture(params=DEVICES, ids=lambda make: make.__name__)
+@pytest.fixture(
+    params=[*DEVICES, pytest.param(gpu, marks=pytest.mark.gpu)], ids=lambda make: make.__name__
+)
 def device(request: pytest.FixtureRequest) -> Device:
     return request.param()
 
@@ -181,9 +183,10 @@ def test_a_stale_handle_is_told_who_lives(device: Device) -> None:
 def test_slots_are_laid_out_anew_when_the_stride_changes(device: Device) -> None:
     cache = make_cache(device, 1024)
     handles = run(cache, TEXTS[0][:60], TEXTS[1][:61], TEXTS[2][:62])
-    for length in (100, 200):
+    for length, moved in ((100, 61 + 62), (200, 61 + 62 + 100 + 62)):
         append(cache, 1, TEXTS[1][cache.lengths[1] : length])
         assert cache.stride == stride_for(length) and cache.lengths == [60, length, 62]
+        assert cache.stats.rows_moved == moved
         expect_contents(cache)
     cache.free(handles[1])
     assert cache.stride == 64 and cache.lengths == [60, 62]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import NANO, Build
 
-from runtime.commands.signals import SIGNALS, Interruption
+from runtime.commands.signals import SIGNALS, Interruption, without_traceback
 
 PROMPT = "And it came to pass"
 LONG = ("--max-new-tokens", "4000", "--threads", "1")  # takes half a minute
@@ -23,9 +23,23 @@ def kill(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in SIGNALS]
+
+
+@pytest.fixture(autouse=True)
+def _usual_handlers() -> Iterator[None]:
+    """As a process has them that ignores neither, whatever this one is told."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_the_block_at_once(number: signal.Signals) -> None:
-    before = [signal.getsignal(n) for n in SIGNALS]
+    """And a further one the process, as the system does it."""
     with Interruption() as interruption:
         try:
             kill(number)
@@ -33,7 +47,7 @@ def test_a_signal_ends_the_block_at_once(number: signal.Signals) -> None:
         except Exception as e:
             pytest.fail(f"it was taken for an error: {e!r}")
     assert interruption.received == number and interruption.status == 128 + number
-    assert [signal.getsignal(n) for n in SIGNALS] == before
+    assert handlers() == [signal.SIG_DFL, signal.SIG_DFL]
 
 
 def test_the_second_ends_a_patient_block() -> None:
@@ -47,26 +61,36 @@ def test_the_second_ends_a_patient_block() -> None:
     assert interruption.status == 143
 
 
-def test_what_else_ends_a_block_goes_on_and_blocks_may_be_nested() -> None:
+def test_what_else_ends_a_block_goes_on_and_nothing_is_changed() -> None:
+    before = handlers()
     with pytest.raises(ValueError, match="planted"), Interruption():
         raise ValueError("planted")
+    assert handlers() == before
+
+
+def test_an_inner_block_has_its_own_signals() -> None:
     with Interruption() as outer:
         with Interruption() as inner:
-            kill(signal.SIGTERM)
-        assert inner.received and not outer.received
+            pass
         kill(signal.SIGINT)
-    assert outer.received == signal.SIGINT
+    assert outer.received and not inner.received
+    with Interruption() as outer, Interruption() as inner:
+        kill(signal.SIGTERM)
+    assert inner.received and not outer.received
 
 
 def test_signals_that_were_ignored_stay_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Interruption() as interruption:
-            kill(signal.SIGINT)
-        assert interruption.received is None
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Interruption() as interruption:
+        kill(signal.SIGINT)
+    without_traceback()
+    assert interruption.received is None
+    assert handlers()[0] == signal.SIG_IGN
+
+
+def test_without_traceback() -> None:
+    without_traceback()
+    assert handlers() == [signal.SIG_DFL, signal.SIG_DFL]
 
 
 @contextmanager

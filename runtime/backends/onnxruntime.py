@@ -22,7 +22,6 @@ from runtime.weights import Weights
 class OnnxRuntimeBackend:
     """See the module's docstring; the protocol is `runtime.backends.Backend`."""
 
-    least_rows = 2  # one row alone runs in another kernel, 1e-6 off
     scratch_bytes = 0  # its own arena's, not to be known beforehand
 
     def __init__(
@@ -31,13 +30,17 @@ class OnnxRuntimeBackend:
         spec: BuildSpec,
         device: Device,
         threads: int = 0,
-        progress: Callable[[str], None] = lambda what: None,
+        batch_invariant: bool = True,
     ) -> None:
-        """Raises BuildError where a graph is absent or was changed after its export."""
+        """`batch_invariant`: a lone row runs as two, since one row has a kernel of its own.
+
+        What a token gives is then the same, bit for bit, whatever is decoded beside it, as long as
+        the cache's stride is the same. Raises BuildError where a graph is absent or was changed.
+        """
         self.spec, self.device = spec, device
+        self.least_rows = 2 if batch_invariant else 1
         self.sessions: dict[GraphName, Any] = {}
         for graph in GRAPHS:
-            progress(f"graph {graph}")
             content = spec.onnx_bytes(build, graph)
             self.sessions[graph] = open_session(spec, content, threads, device.stream)
         self.layers: list[Any] = []

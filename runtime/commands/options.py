@@ -25,6 +25,12 @@ Threads = Annotated[
     int | None,
     typer.Option(min=0, help="ONNX Runtime's threads; 0: one per core.", show_default="0"),
 ]
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        help="Give each prompt what it gives beside others, at the cost of a lone one's speed."
+    ),
+]
 Verify = Annotated[
     bool,
     typer.Option("--verify", help="Recompute the checksums of all weight files, however large."),

@@ -14,7 +14,8 @@ class Interruption:
     """For a `with` in the main thread: a signal ends the block, and `received` says which.
 
     At once; or, while it is `patient`, only the second one does: the first is there in `received`
-    for the block to look at where it can stop. Signals that were ignored before stay ignored.
+    for the block to look at where it can stop. Signals that were ignored before stay ignored. Behind
+    a block that a signal ended, a further one kills the process, which is about to end.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Interruption:
         traceback: TracebackType | None,
     ) -> bool:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if self.received else handler)
         return kind is Interrupted
 
     @property
@@ -49,3 +50,9 @@ class Interruption:
         self.received = signal.Signals(number)
         if not noted:
             raise Interrupted
+
+
+def without_traceback() -> None:
+    """Let SIGINT, where nothing handles it, end the process as SIGTERM does."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
