@@ -14,8 +14,8 @@ class Interruption:
     """For a `with` in the main thread: a signal ends the block, and `received` says which.
 
     At once; or, while it is `patient`, only the second one does: the first is there in `received`
-    for the block to look at where it can stop. Signals that were ignored before stay ignored. Behind
-    a block that a signal ended, a further one kills the process, which is about to end.
+    for the block to look at where it can stop. Signals that were ignored before stay ignored.
+    Behind a block that a signal ended, a further one kills the process, which is about to end.
     """
 
     def __init__(self) -> None:
