@@ -23,8 +23,7 @@ from runtime.cache_errors import CacheError
 from runtime.chain import Chain, StepError
 from runtime.commands import options as arg
 from runtime.commands.jobs import Job, make_jobs
-from runtime.commands.options import cache_option, load_options
-from runtime.commands.prompts import Asked, given_file, given_ids, given_messages, given_texts
+from runtime.commands.options import cache_option, given_prompts, load_options
 from runtime.commands.results import Results, json_line, plain_text
 from runtime.commands.run_jobs import run_jobs, stream_job
 from runtime.commands.signals import Interruption, without_traceback
@@ -91,7 +90,7 @@ def generate(
         "sampling": sampling,
         "stop": stop or [],
     }
-    asked = _asked(prompt, prompt_ids, messages, prompts)
+    asked = given_prompts(prompt, prompt_ids, messages, prompts)
     config = BuildSpec.load(build).config
     encoder = Encoder(build, config)
     jobs = make_jobs(asked, encoder, common, config, options.get("profile"))
@@ -189,26 +188,6 @@ def parity(
     fragment.save(build)
     if not show_report(wide_console(), fragment):
         raise typer.Exit(1)
-
-
-def _asked(
-    prompt: list[str] | None,
-    prompt_ids: list[str] | None,
-    messages: Path | None,
-    prompts: Path | None,
-) -> list[Asked]:
-    if sum(bool(given) for given in (prompt, prompt_ids, messages, prompts)) != 1:
-        raise typer.BadParameter(
-            "exactly one of --prompt, --prompt-ids, --messages and --prompts is needed"
-        )
-    if prompt:
-        return given_texts(prompt)
-    if prompt_ids:
-        return given_ids(prompt_ids)
-    if messages:
-        return given_messages(messages)
-    assert prompts is not None
-    return given_file(prompts)
 
 
 def _write(text: str) -> None:

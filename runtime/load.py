@@ -12,7 +12,7 @@ from runtime.backends.engine_folder import find_engines
 from runtime.backends.onnxruntime import OnnxRuntimeBackend
 from runtime.backends.tensorrt import TensorRTBackend
 from runtime.buffers import buffer_bytes
-from runtime.cache_budget import CacheBudget, rows_within
+from runtime.cache_budget import BudgetError, CacheBudget, rows_within
 from runtime.chain import Chain
 from runtime.cuda import CudaDevice
 from runtime.device import HostDevice, Progress, no_progress
@@ -96,13 +96,26 @@ def _assemble(
         scratch=backend.scratch_bytes,
         buffers=buffer_bytes(spec, profile),
     )
-    layers, width = spec.config.num_hidden_layers, spec.config.cache_width
-    item = DTYPES[spec.cache_dtype][1].itemsize
-    if isinstance(cache, str):
-        budget = CacheBudget.parse(cache).bytes_of(plan.left)
-        rows = rows_within(budget, layers, width, item, [profile.context])
-    else:
-        rows = cache or profile.batch * stride_for(profile.context)
-    plan.require(-(-rows // ROW_MULTIPLE) * ROW_MULTIPLE * layers * width * item)
+    rows = _cache_rows(spec, profile, cache, plan.left)
+    plan.require(rows * cache_row_bytes(spec))
     backend.load_weights(weights, progress)
     return Chain(spec, weights, backend, profile, rows)
+
+
+def cache_row_bytes(spec: BuildSpec) -> int:
+    """Of one token's rows in all layers."""
+    item = DTYPES[spec.cache_dtype][1].itemsize
+    return spec.config.num_hidden_layers * spec.config.cache_width * item
+
+
+def _cache_rows(spec: BuildSpec, profile: Profile, cache: int | str | None, left: int) -> int:
+    """Rows a layer, a multiple of 64. Raises BudgetError."""
+    config, item = spec.config, DTYPES[spec.cache_dtype][1].itemsize
+    if isinstance(cache, str):
+        budget = CacheBudget.parse(cache).bytes_of(left)
+        layers, width = config.num_hidden_layers, config.cache_width
+        return rows_within(budget, layers, width, item, [profile.context])
+    if cache is not None and cache < 1:
+        raise BudgetError(f"rows for the cache: at least 1 expected, found {cache}")
+    rows = cache or profile.batch * stride_for(profile.context)
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from graphs.manifest import Profile
+from runtime.commands.prompts import Asked, given_file, given_ids, given_messages, given_texts
 from runtime.load import BackendName, LoadOptions, Provider
 
 Build = Annotated[Path, typer.Argument(help="Build folder, build/MODEL/PRECISION.")]
@@ -141,3 +142,24 @@ def load_options(
 def cache_option(cache: str) -> int | str:
     """Rows, or memory, which `load_chain` reads."""
     return int(cache) if cache.isdecimal() else cache
+
+
+def given_prompts(
+    prompt: list[str] | None,
+    prompt_ids: list[str] | None,
+    messages: Path | None,
+    prompts: Path | None,
+) -> list[Asked]:
+    """Raises BadParameter where they are of no kind or of several; PromptError."""
+    if sum(bool(given) for given in (prompt, prompt_ids, messages, prompts)) != 1:
+        raise typer.BadParameter(
+            "exactly one of --prompt, --prompt-ids, --messages and --prompts is needed"
+        )
+    if prompt:
+        return given_texts(prompt)
+    if prompt_ids:
+        return given_ids(prompt_ids)
+    if messages:
+        return given_messages(messages)
+    assert prompts is not None
+    return given_file(prompts)
