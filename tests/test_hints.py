@@ -517,8 +517,8 @@ def test_rope_tables_with_noise_get_no_hint(builds: dict[Precision, Path], tmp_p
 def off_by_one_mask(keys: int, own: int) -> Callable[..., Array]:
     """`step_mask` with the edge of the cached rows, or the diagonal, moved."""
 
-    def mask(lengths: Array, counts: Array, S: int, L: int) -> Array:
-        right = step_mask(lengths, counts, S, L)
+    def mask(lengths: Array, counts: Array, S: int, L: int, *dtype: Any) -> Array:
+        right = step_mask(lengths, counts, S, L, *dtype)
         index, query = np.arange(L + S)[:, None], np.arange(S)[None, :]
         cached = index < lengths[:, None, None] + keys
         seen = np.where(index < L, cached, index - L <= query + own)
