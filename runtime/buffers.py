@@ -7,7 +7,7 @@ from graphs.spec import BuildSpec
 from graphs.tensorfile import DTYPES, Array
 from runtime.device import Buffer, Device
 from runtime.routing import Routing
-from runtime.strides import ROW_MULTIPLE
+from runtime.strides import least_stride
 
 
 class StepBuffers:
@@ -56,8 +56,7 @@ class StepBuffers:
 
 def most_rows(profile: Profile) -> int:
     """Of a step, and two, rounded up to a whole number of what the cache's strides are made of."""
-    rows: int = max(profile.batch, profile.tokens, 2)
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    return least_stride(1, max(profile.batch, profile.tokens, 2))
 
 
 def buffer_bytes(spec: BuildSpec, profile: Profile) -> int:
@@ -74,4 +73,4 @@ def buffer_bytes(spec: BuildSpec, profile: Profile) -> int:
 def _mask_elements(profile: Profile) -> int:
     """Of a prefill's or of a decode step's, whichever is larger; a lone token may run as two."""
     prefill = (profile.context + profile.tokens) * profile.tokens
-    return max(prefill, profile.batch * (profile.context + 1), 2 * (profile.context + 2))
+    return max(prefill, max(profile.batch, 2) * (profile.context + 1))

@@ -24,7 +24,7 @@ from runtime.buffers import StepBuffers
 from runtime.device import Buffer
 from runtime.kv_cache import LatentCache
 from runtime.routing import expert_slots
-from runtime.strides import ROW_MULTIPLE
+from runtime.strides import least_stride
 from runtime.weights import Weights
 
 
@@ -69,7 +69,7 @@ class Chain:
         self.cache = LatentCache(
             self.device,
             self.config.num_hidden_layers,
-            -(-cache_rows // ROW_MULTIPLE) * ROW_MULTIPLE,
+            least_stride(1, cache_rows),
             self.config.cache_width,
             self.activation,
         )
@@ -116,9 +116,13 @@ class Chain:
         longest = max(n + c for n, c in zip(lengths[first:], counts, strict=False))
         self.require("batch", len(counts), self.profile.batch)
         self.require("tokens", max(counts), self.profile.tokens)
-        self.require("context", longest, self.profile.context)
+        self.require_length(longest)
+
+    def require_length(self, rows: int) -> None:
+        """Raises StepError where a sequence of so many rows is beyond profile or model."""
+        self.require("context", rows, self.profile.context)
         limit = self.config.max_position_embeddings
-        self.require("max_position_embeddings", longest, limit)
+        self.require("max_position_embeddings", rows, limit)
 
     def require(self, name: str, value: int, limit: int) -> None:
         """Raises StepError where a step would be beyond what engines and model were made for."""

@@ -1,7 +1,7 @@
 """From a build folder to a chain: all is checked, and memory counted, before any of it is taken."""
 
 from pathlib import Path
-from typing import Literal, TypedDict, Unpack, get_args
+from typing import Literal, TypedDict, Unpack
 
 from graphs.manifest import Profile
 from graphs.spec import BuildError, BuildSpec
@@ -17,13 +17,11 @@ from runtime.chain import Chain
 from runtime.cuda import CudaDevice
 from runtime.device import HostDevice, Progress, no_progress
 from runtime.memory_plan import MemoryPlan
-from runtime.strides import ROW_MULTIPLE, stride_for
+from runtime.strides import least_stride, stride_for
 from runtime.weights import Weights
 
 BackendName = Literal["onnxruntime", "tensorrt"]
 Provider = Literal["cpu", "cuda"]
-BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
-PROVIDERS: tuple[Provider, ...] = get_args(Provider)
 
 
 class LoadOptions(TypedDict, total=False):
@@ -60,13 +58,11 @@ def load_chain(
     """
     spec = BuildSpec.load(build)
     weights = Weights.open(build, spec, options.get("verify", False))
-    backend, profile = _open_backend(build, spec, progress, options)
+    backend, profile = _open_backend(build, spec, options)
     return _assemble(spec, weights, backend, profile, options.get("cache"), progress)
 
 
-def _open_backend(
-    build: Path, spec: BuildSpec, progress: Progress, options: LoadOptions
-) -> tuple[Backend, Profile]:
+def _open_backend(build: Path, spec: BuildSpec, options: LoadOptions) -> tuple[Backend, Profile]:
     if options.get("backend", "onnxruntime") == "tensorrt":
         if "profile" in options:
             raise BuildError("profile: on TensorRT it is the engines', found one more")
@@ -117,5 +113,4 @@ def _cache_rows(spec: BuildSpec, profile: Profile, cache: int | str | None, left
         return rows_within(budget, layers, width, item, [profile.context])
     if cache is not None and cache < 1:
         raise BudgetError(f"rows for the cache: at least 1 expected, found {cache}")
-    rows = cache or profile.batch * stride_for(profile.context)
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    return least_stride(1, cache or profile.batch * stride_for(profile.context))

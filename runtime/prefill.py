@@ -18,8 +18,7 @@ def prefill(
     rows = chain.cache.length(handle) + len(ids)
     require_ids(ids, chain.config.vocab_size)
     chain.require("tokens", chunk, chain.profile.tokens)
-    chain.require("context", rows, chain.profile.context)
-    chain.require("max_position_embeddings", rows, chain.config.max_position_embeddings)
+    chain.require_length(rows)
     for start in range(0, len(ids), chunk):
         slot = chain.cache.slot(handle)
         yield chain.step([ids[start : start + chunk]], slot, all_logits)[0]

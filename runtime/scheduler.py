@@ -129,8 +129,7 @@ class Scheduler:
     def _require(self, request: Request) -> None:
         chain, rows = self.chain, request.final_rows
         require_ids(request.prompt, chain.config.vocab_size)
-        chain.require("context", rows, chain.profile.context)
-        chain.require("max_position_embeddings", rows, chain.config.max_position_embeddings)
+        chain.require_length(rows)
         chain.cache.require([rows])
 
     def _admit(self) -> None:
