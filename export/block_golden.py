@@ -100,7 +100,6 @@ class BlockGolden:
         arrays = {
             "input.x": x_BSD,
             "input.positions": positions,
-            "input.mask": _mask(lengths, new, stride).to(self.activation),
             "input.context": padded.to(self.activation),
         }
         arrays |= self._outputs(results)
@@ -209,12 +208,3 @@ def _laid_out(keys: Tensor, length: int, stride: int, hidden: float) -> Tensor:
     result = torch.full((*sizes, stride + new), hidden)
     result[..., :length], result[..., stride:] = keys[..., :length], keys[..., length:]
     return result.masked_fill(result < MASKED, hidden)
-
-
-def _mask(lengths: Sequence[int], new: int, stride: int) -> Tensor:
-    """[B, stride+new, 1, new], keys-major: query i sees its cached rows and new rows 0 … i."""
-    keys = torch.arange(stride + new)[None, :, None]
-    queries = torch.arange(new)[None, None, :]
-    cached = keys < torch.tensor(lengths)[:, None, None]
-    own = (keys >= stride) & (keys - stride <= queries)
-    return torch.where(cached | own, 0.0, MASKED)[:, :, None, :]

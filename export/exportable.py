@@ -50,7 +50,6 @@ class AttentionBranch(nn.Module):
         self,
         x_MD: Tensor,
         positions_BS: Tensor,
-        mask: Tensor,
         context: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -66,7 +65,7 @@ class AttentionBranch(nn.Module):
         k_pe = rope(k_pe.view(B, 1, S, R), cos, sin, positions_BS).view(B, S, R)
         new = torch.cat([self.kv_norm(c_kv).to(act).view(B, S, C), k_pe], dim=-1)
         mix_BHSV = latent_attention(
-            q_nope, q_pe, context, new, self.w_uk, self.w_uv, mask, scale=c.softmax_scale
+            q_nope, q_pe, context, new, self.w_uk, self.w_uv, positions_BS, scale=c.softmax_scale
         )
         delta = self.o(mix_BHSV.transpose(1, 2).reshape(x_MD.shape[0], H * c.v_head_dim))
         return x_MD + delta.float(), new
@@ -97,14 +96,13 @@ class DenseBlock(nn.Module):
         self,
         x: Tensor,
         positions: Tensor,
-        mask: Tensor,
         context: Tensor,
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """x [B,S,D] fp32 → y [B,S,D] fp32, new [B,S,W]."""
         x_MD = x.reshape(-1, x.shape[-1])
-        x_mid, new = self.attention(x_MD, positions, mask, context, cos, sin)
+        x_mid, new = self.attention(x_MD, positions, context, cos, sin)
         delta = self.mlp(self.post_norm(x_mid).to(self.form.activation))
         return (x_mid + delta.float()).view(x.shape), new
 
@@ -124,7 +122,6 @@ class MoEBlock(nn.Module):
         self,
         x: Tensor,
         positions: Tensor,
-        mask: Tensor,
         context: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -135,7 +132,7 @@ class MoEBlock(nn.Module):
         the routed experts add.
         """
         x_MD = x.reshape(-1, x.shape[-1])
-        x_mid, new = self.attention(x_MD, positions, mask, context, cos, sin)
+        x_mid, new = self.attention(x_MD, positions, context, cos, sin)
         normed = self.post_norm(x_mid)
         experts, weights = self.gate(normed)
         h = normed.to(self.form.activation)

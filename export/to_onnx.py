@@ -59,7 +59,6 @@ def _block_inputs(config: ModelConfig, form: Form) -> dict[str, torch.Tensor]:
     return {
         "x": torch.empty(B, S, config.hidden_size),
         "positions": torch.empty(B, S, dtype=torch.int64),
-        "mask": torch.empty(B, L + S, 1, S, dtype=act),
         "context": torch.empty(B, L, config.cache_width, dtype=act),
         "cos": torch.empty(P, r),
         "sin": torch.empty(P, r),
@@ -79,7 +78,6 @@ def _experts_inputs(config: ModelConfig, form: Form) -> dict[str, Any]:
 _BLOCK_DYNAMIC: dict[str, Any] = {
     "x": {0: "batch", 1: "tokens"},
     "positions": {0: "batch", 1: "tokens"},
-    "mask": {0: "batch", 1: "total", 3: "tokens"},
     "context": {0: "batch", 1: "context"},
     "cos": {},
     "sin": {},

@@ -12,6 +12,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto
 
+from graphs.passes.pointwise import pointwise
 from graphs.passes.widen import widen
 from graphs.spec import BuildSpec
 from graphs.tensorfile import DTYPES, Array
@@ -38,20 +39,34 @@ def ort_value(array: Array) -> Any:
 
 
 def open_session(
-    spec: BuildSpec, content: bytes, threads: int, cuda_stream: int | None = None
+    spec: BuildSpec,
+    content: bytes,
+    threads: int,
+    cuda_stream: int | None = None,
+    row_invariant: bool = False,
 ) -> Any:
-    """A session of one graph: on the CPU fp32 as exported, other precisions in their widened form.
+    """A session of one graph: on the CPU fp32 with large linear layers as convolutions, other
+    precisions in their widened form.
 
-    `threads` is ONNX Runtime's thread count, 0 for one per core. With a stream's handle the graph
+    `threads` is ONNX Runtime's thread count, 0 for one per core. `row_invariant` leaves the linear
+    layers as they are: what one makes of a row is then the same, bit for bit, beside however many
+    others, from two on. With a stream's handle the graph
     runs on its GPU, as exported. Raises SessionError where that cannot be.
     """
-    if spec.precision != "fp32" and cuda_stream is None:
-        content = widen(onnx.load_from_string(content)).SerializeToString()
+    if cuda_stream is None:
+        model = onnx.load_from_string(content)
+        if spec.precision != "fp32":
+            model = widen(model)
+        elif not row_invariant:
+            model = pointwise(model)
+        content = model.SerializeToString()
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
     # its FP8 Q/DQ fusion makes a node that it then rejects
     options.add_session_config_entry("session.disable_quant_qdq", "1")
+    # idle threads of one graph would wait in a busy loop, and slow down the graph that runs next
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if cuda_stream is None:
         return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     # without this it would run on the CPU what it cannot on the GPU, in silence

@@ -36,7 +36,6 @@ def dimension_ranges(mode: Mode, profile: Profile) -> dict[str, Range]:
         "batch": (1, sequences, sequences),
         "tokens": (1, tokens, tokens),
         "context": context,
-        "total": (1, context[1] + tokens, context[2] + tokens),
         "rows": (1, rows, rows),
         "slot": (1, min(USUAL_ROWS, rows), rows),
     }

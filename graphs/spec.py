@@ -34,7 +34,7 @@ from typing import Any, Literal, get_args
 from graphs.config import ModelConfig
 from graphs.config_parts import ConfigError
 
-SPEC_FORMAT = 2
+SPEC_FORMAT = 3
 SLOTS = 8  # experts that one run of the experts graph computes
 
 Precision = Literal["fp32", "bf16", "fp8"]
@@ -73,15 +73,16 @@ class TapSpec:
     """An intermediate that parity compares: where it is in a graph as exported, and its layout.
 
     `value` is the graph's, or, where `inner` is given, names the custom op's node by its first
-    output, and `inner` the value in the op's body. `columns` are those of its last axis. `axes` are
-    the graph's, `dims` the reference's, one dimension letter each; see graphs/taps.py. The last
-    axis of an `interleaved` one is in half layout in the graph and interleaved in the reference.
+    output, and `inner` the value in the op's body, or its parts along S. `columns` are those of its
+    last axis. `axes` are the graph's, `dims` the reference's, one dimension letter each; see
+    graphs/taps.py. The last axis of an `interleaved` one is in half layout in the graph and
+    interleaved in the reference.
     """
 
     name: str
     symbol: str
     value: str
-    inner: str | None
+    inner: tuple[str, ...]
     axes: tuple[str, ...]
     dims: str
     columns: tuple[int, int] | None = None
@@ -199,7 +200,12 @@ def _graph(raw: dict[str, Any]) -> GraphSpec:
         return tuple(TensorSpec(**{**t, "dims": tuple(t["dims"])}) for t in items)
 
     taps = [
-        {**t, "axes": tuple(t["axes"]), "columns": t["columns"] and tuple(t["columns"])}
+        {
+            **t,
+            "inner": tuple(t["inner"]),
+            "axes": tuple(t["axes"]),
+            "columns": t["columns"] and tuple(t["columns"]),
+        }
         for t in raw["taps"]
     ]
     parts = {"inputs": tensors(raw["inputs"]), "outputs": tensors(raw["outputs"])}

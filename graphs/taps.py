@@ -20,6 +20,7 @@ import numpy as np
 import onnx
 
 from graphs.config import ModelConfig
+from graphs.ops.latent_attention import in_blocks
 from graphs.spec import GRAPHS, SLOTS, TapSpec
 from graphs.tensorfile import Array
 
@@ -96,12 +97,12 @@ class _Finder:
     ) -> TapSpec:
         """What the node that reads a weight makes of it, or some of its columns."""
         value = self.reader(weight).output[0]
-        return self._tap(name, value, axes, dims, None, columns, interleaved)
+        return self._tap(name, value, axes, dims, (), columns, interleaved)
 
     def inside(
-        self, weight: str, inner: str, name: str, axes: tuple[str, ...], dims: str
+        self, weight: str, inner: tuple[str, ...], name: str, axes: tuple[str, ...], dims: str
     ) -> TapSpec:
-        """A value of the body of the custom op that reads a weight."""
+        """A value of the body of the custom op that reads a weight, or its parts by tokens."""
         return self._tap(name, self.reader(weight).output[0], axes, dims, inner)
 
     def output(self, name: str, axes: tuple[str, ...], dims: str) -> TapSpec:
@@ -113,7 +114,7 @@ class _Finder:
         value: str,
         axes: tuple[str, ...],
         dims: str,
-        inner: str | None = None,
+        inner: tuple[str, ...] = (),
         columns: tuple[int, int] | None = None,
         interleaved: bool = False,
     ) -> TapSpec:
@@ -159,8 +160,9 @@ def _attention(f: _Finder) -> Iterator[TapSpec]:
     yield f._tap("q_pe_rotated", q_pe, (*heads, "R"), "BHSR")
     yield f.output("new", ("B", "S", "W"), "BSW")
     keys_major = ("B", "T", "H", "S")
-    yield f.inside("attention.w_uk", "masked_BTHS", "scores", keys_major, "BHST")
-    yield f.inside("attention.w_uk", "soft_BTHS", "probabilities", keys_major, "BHST")
+    scores, soft = in_blocks("scores_BTHs"), in_blocks("soft_BTHs")
+    yield f.inside("attention.w_uk", scores, "scores", keys_major, "BHST")
+    yield f.inside("attention.w_uk", soft, "probabilities", keys_major, "BHST")
     yield f.reads("attention.o.weight", "mix", ("BS", "HV"), "BHSV")
     yield f.gives("attention.o.weight", "delta_attn", rows, "BSD")
     yield f.reads("post_norm.weight", "x_mid", rows, "BSD")
@@ -184,8 +186,8 @@ def _dense(f: _Finder) -> Iterator[TapSpec]:
 
 def _moe(f: _Finder) -> Iterator[TapSpec]:
     yield f.output("h", ("M", "D"), "MD")
-    yield f.inside("gate.weight", "logits", "gate_logits", ("M", "E"), "ME")
-    yield f.inside("gate.weight", "scores", "gate_scores", ("M", "E"), "ME")
+    yield f.inside("gate.weight", ("logits",), "gate_logits", ("M", "E"), "ME")
+    yield f.inside("gate.weight", ("scores",), "gate_scores", ("M", "E"), "ME")
     yield f.output("experts", ("M", "K"), "MK")
     yield f.output("expert_weights", ("M", "K"), "MK")
     yield from _swiglu(f, "shared", "shared_", "BS", f.config.shared_intermediate_size)

@@ -1,5 +1,7 @@
 """What a step writes and reads apart from weights and cache, allocated once for the largest."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from graphs.manifest import Profile
@@ -10,12 +12,31 @@ from runtime.routing import Routing
 from runtime.strides import least_stride
 
 
+@dataclass(frozen=True)
+class Stream:
+    """A residual stream as the experts and the head see it, [M, D], and as the blocks do."""
+
+    rows: Buffer
+    tokens: Buffer  # [B, S, D], the same memory
+
+
+@dataclass(frozen=True)
+class Views:
+    """What the blocks of a step of B sequences of S tokens read and write, M = B·S."""
+
+    streams: tuple[Stream, Stream]
+    h: Buffer  # [M, D]
+    experts: Buffer  # [M, K]
+    gates: Buffer  # [M, K]
+    new: list[Buffer]  # [B, S, W] of each layer
+
+
 class StepBuffers:
     """M is the most rows of a step, rounded up so that every layer's staged rows are aligned.
 
     streams: two of fp32 [M, D], input and output in turn; h [M, D], in the activation's type;
-    staged [layers, M, W], the new cache rows; positions int64 [M]; mask, as many elements as the
-    largest has; logits fp32, grown where a step wants more of them than the batch has sequences.
+    staged [layers, M, W], the new cache rows; positions int64 [M]; logits fp32, grown where a step
+    wants more of them than the batch has sequences.
     """
 
     def __init__(self, device: Device, spec: BuildSpec, profile: Profile) -> None:
@@ -28,8 +49,8 @@ class StepBuffers:
         self.h = device.zeros((M, D), activation)
         self.staged = device.zeros((config.num_hidden_layers, M, config.cache_width), activation)
         self.positions = device.zeros((M,), np.dtype(np.int64))
-        self.mask = device.zeros((_mask_elements(profile),), activation)
         self.routing = Routing(device, M, config.num_experts_per_tok)
+        self._views: dict[tuple[int, int], Views] = {}
         self._rows = device.zeros((0, D), fp32)
         self._logits = device.zeros((0, self.vocab), fp32)
         self.head(max(profile.batch, 2))
@@ -44,6 +65,17 @@ class StepBuffers:
         """[layers, B, S, W]: what all blocks of a step wrote."""
         layers, _, W = self.staged.shape
         return self.staged[:, : B * S].reshape(layers, B, S, W)
+
+    def views(self, B: int, S: int) -> Views:
+        """Made once for each size: on a GPU, making one takes longer than passing it on."""
+        if (B, S) not in self._views:
+            M = B * S
+            rows = [stream[:M] for stream in self.streams]
+            first, second = (Stream(stream, stream.reshape(B, S, -1)) for stream in rows)
+            experts, gates = self.routing.buffers(M)
+            new = [layer[:M].reshape(B, S, -1) for layer in self.staged]
+            self._views[B, S] = Views((first, second), self.h[:M], experts, gates, new)
+        return self._views[B, S]
 
     def head(self, rows: int) -> tuple[Buffer, Buffer]:
         """fp32 [rows, D] and [rows, vocab]: what the head reads and writes. Raises DeviceError."""
@@ -65,12 +97,6 @@ def buffer_bytes(spec: BuildSpec, profile: Profile) -> int:
     item = DTYPES[spec.cache_dtype][1].itemsize
     hidden = M * config.hidden_size * (2 * 4 + item)
     staged = config.num_hidden_layers * M * config.cache_width * item
-    small = M * (8 + 12 * config.num_experts_per_tok) + _mask_elements(profile) * item
+    small = M * (8 + 12 * config.num_experts_per_tok)
     head = max(profile.batch, 2) * 4 * (config.hidden_size + config.vocab_size)
     return hidden + staged + small + head
-
-
-def _mask_elements(profile: Profile) -> int:
-    """Of a prefill's or of a decode step's, whichever is larger; a lone token may run as two."""
-    prefill = (profile.context + profile.tokens) * profile.tokens
-    return max(prefill, max(profile.batch, 2) * (profile.context + 1))

@@ -1,6 +1,6 @@
 """Replay a build's goldens on a backend: blocks with their routed experts, and the whole chain.
 
-Positions and mask of a case are made as a step makes them and compared first. A MoE block's experts
+Positions of a case are made as a step makes them and compared first. A MoE block's experts
 run twice: on what the block's graph gave, and fed what the reference gave.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from graphs.config import BlockType
 from graphs.findings import Comparison, Fragment, Hint, Routing, Tie, distinct
-from graphs.hints.masks import mask_hint, position_hint
+from graphs.hints.masks import position_hint
 from graphs.metrics import (
     FP8_FREE,
     RMS,
@@ -30,7 +30,7 @@ from graphs.spec import GRAPHS, TapSpec
 from graphs.taps import SYMBOLS
 from graphs.tensorfile import Array, TensorFile
 from runtime.backends import Slot
-from runtime.chain import Chain, step_mask, step_positions
+from runtime.chain import Chain, step_positions
 from runtime.device import Buffer
 from runtime.prefill import prefill
 from runtime.request import Request
@@ -87,20 +87,14 @@ class _Run:
             self._experts(case, golden, outputs)
 
     def _step_inputs(self, case: Case, golden: TensorFile) -> None:
-        """Positions and mask, as the chain makes them for a step of this case."""
+        """Positions, as the chain makes them for a step of this case."""
         expected = golden_inputs(golden)
-        positions, mask = expected["positions"], expected["mask"].astype(np.float32)
-        B, S = positions.shape
-        L, lengths = expected["context"].shape[1], positions[:, 0]
-        found = step_positions(lengths, S, self.chain.config)
+        positions = expected["positions"]
+        found = step_positions(positions[:, 0], positions.shape[1], self.chain.config)
         exact = Limit("max", 0.0)
         subject = Subject(case, "positions", "positions", 0, "input")
         self.rows.append(compare(subject, found, positions, exact))
         self.hints += position_hint(case, found, positions)
-        mask_found = step_mask(lengths, np.full(B, S), S, L)
-        subject = Subject(case, "mask", "mask", 1, "input")
-        self.rows.append(compare(subject, mask_found, mask, exact))
-        self.hints += mask_hint(case, "mask", mask_found, mask, L)
 
     def _experts(self, case: Case, golden: TensorFile, outputs: dict[str, Array]) -> None:
         """y of a MoE block, on its own outputs and fed the reference's."""
@@ -172,7 +166,7 @@ class _Run:
         """Compare what the chain gave a token each, [M, …], running on its own results."""
         subject = Subject(case, name, name, order, "output")
         limit = limit_for(self.chain.spec.precision, name, free=True)
-        tap = TapSpec(name, name, name, None, ("M", "W"), "MW")
+        tap = TapSpec(name, name, name, (), ("M", "W"), "MW")
         self.rows.append(compare(subject, found, expected, limit, tap))
 
 

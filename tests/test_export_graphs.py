@@ -159,7 +159,6 @@ def block_inputs(precision: Precision) -> list[TensorSpec]:
     return [
         TensorSpec("x", "float", ("batch", "tokens", 160)),
         TensorSpec("positions", "int64", ("batch", "tokens")),
-        TensorSpec("mask", act, ("batch", "total", 1, "tokens")),
         TensorSpec("context", act, ("batch", "context", 72)),
         TensorSpec("cos", "float", (512, 8), "table"),
         TensorSpec("sin", "float", (512, 8), "table"),

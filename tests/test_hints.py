@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from graph_surgery import change_body
 from helpers import random_state, tiny_config
 
 import runtime.chain
@@ -35,7 +36,6 @@ from graphs.ops import MASKED
 from graphs.parity import graph_parity
 from graphs.spec import ROPE_FILE, BuildSpec, GraphName, Precision, layer_file
 from graphs.tensorfile import Array, TensorFile, write_arrays
-from runtime.chain import step_mask
 from runtime.load import load_chain
 from runtime.parity import runtime_parity
 
@@ -406,30 +406,50 @@ def test_the_shared_expert_forgotten(build: Path) -> None:
     assert outcome(graph_parity(build, threads=1)) == ("acc", {"shared_expert_forgotten"})
 
 
-def moved(mask: Array, cached: int, keys: int, own: int) -> Array:
-    """A prefill's or chunk's mask [1,L+S,1,S] with the edges of both parts moved."""
-    L, S = cached, mask.shape[3]
-    index = np.arange(L)[:, None] < L + keys
-    diagonal = np.arange(S)[:, None] <= np.arange(S)[None, :] + own
-    seen = np.concatenate([np.broadcast_to(index, (L, S)), diagonal])
-    return np.where(seen, 0, MASKED).astype(mask.dtype)[None, :, None, :]
+SEES_NEXT = """
+    next_111S = Add(tokens_111S, axis1)
+    causal_1S1S = LessOrEqual(own_1S11, next_111S)
+"""
+SEES_NONE = """
+    far = Constant<value_ints = [1000]>()
+    none_111S = Sub(tokens_111S, far)
+    causal_1S1S = LessOrEqual(own_1S11, none_111S)
+"""
+ONE_FEWER = """
+    fewer_B11 = Sub(length_B11, axis1)
+    cached_BL1 = Less(rows_1L1, fewer_B11)
+"""
 
 
 @pytest.mark.parametrize(
-    "keys, own, cause",
+    "case, right, wrong, cause",
     [
-        (0, 1, "causal_mask_off_by_one"),
-        (0, -1, "causal_mask_off_by_one"),
-        (-1, 0, "context_length_off_by_one"),
-        (0, -1000, "valid_length_before_write"),
+        ("chunk", "causal", SEES_NEXT, "causal_mask_off_by_one"),
+        ("chunk", "causal", "causal_1S1S = Less(own_1S11, tokens_111S)", "causal_mask_off_by_one"),
+        ("chunk", "causal", SEES_NONE, "valid_length_before_write"),
+        ("chunk", "cached", ONE_FEWER, "context_length_off_by_one"),
+        (
+            "decode",
+            "cached",
+            "cached_BL1 = LessOrEqual(rows_1L1, length_B11)",
+            "context_length_off_by_one",
+        ),
     ],
+    ids=["next", "not itself", "none", "one fewer", "one more"],
 )
-def test_a_mask_off_by_one(build: Path, keys: int, own: int, cause: str) -> None:
-    def edit(tensors: dict[str, Array]) -> None:
-        cached = tensors["input.context"].shape[1]
-        tensors["input.mask"] = moved(tensors["input.mask"], cached, keys, own)
+def test_a_mask_off_by_one(build: Path, case: str, right: str, wrong: str, cause: str) -> None:
+    lines = {
+        "causal": "causal_1S1S = LessOrEqual(own_1S11, tokens_111S)",
+        "cached": "cached_BL1 = Less(rows_1L1, length_B11)",
+    }
 
-    edit_file(build / "golden" / "dense_000_chunk.safetensors", edit)
+    def edit(model: onnx.ModelProto) -> None:
+        change_body(model, "LatentAttention", (lines[right], wrong))
+
+    edit_graph(build, "dense", edit)
+    for golden in (build / "golden").glob("*.safetensors"):
+        if not golden.stem.endswith(case):
+            golden.unlink()
     assert outcome(graph_parity(build, threads=1)) == ("scores", {cause})
 
 
@@ -514,38 +534,6 @@ def test_rope_tables_with_noise_get_no_hint(builds: dict[Precision, Path], tmp_p
     assert tap == "q_pe_rotated" and causes <= {"rope_frequencies", "rope_table_multiplier"}
 
 
-def off_by_one_mask(keys: int, own: int) -> Callable[..., Array]:
-    """`step_mask` with the edge of the cached rows, or the diagonal, moved."""
-
-    def mask(lengths: Array, counts: Array, S: int, L: int, *dtype: Any) -> Array:
-        right = step_mask(lengths, counts, S, L, *dtype)
-        index, query = np.arange(L + S)[:, None], np.arange(S)[None, :]
-        cached = index < lengths[:, None, None] + keys
-        seen = np.where(index < L, cached, index - L <= query + own)
-        return np.where(seen[:, :, None, :], np.float32(0), np.float32(MASKED)).astype(right.dtype)
-
-    return mask
-
-
-@pytest.mark.parametrize(
-    "keys, own, cause",
-    [
-        (0, 1, "causal_mask_off_by_one"),
-        (-1, 0, "context_length_off_by_one"),
-        (1, 0, "context_length_off_by_one"),
-        (0, -10_000, "valid_length_before_write"),
-    ],
-)
-def test_the_runtimes_own_mask(
-    builds: dict[Precision, Path], monkeypatch: pytest.MonkeyPatch, keys: int, own: int, cause: str
-) -> None:
-    for module in (runtime.chain, runtime.parity):
-        monkeypatch.setattr(module, "step_mask", off_by_one_mask(keys, own))
-    fragment = runtime_parity(load_chain(builds["fp32"], threads=1), builds["fp32"])
-    assert outcome(fragment) == ("mask", {cause})
-    assert any(r.case == "end_to_end" and not r.passed for r in fragment.rows) or keys == 1
-
-
 def test_the_runtimes_own_positions(
     builds: dict[Precision, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,9 +550,17 @@ def test_the_runtimes_own_positions(
 CASE = Case("case", "dense", 0, "chunk")
 
 
+def right_mask(lengths: list[int], S: int, L: int) -> Array:
+    """[B, L+S, 1, S], keys-major: 0 where query s of sequence b sees key t, else MASKED."""
+    index, query = np.arange(L + S)[:, None], np.arange(S)
+    cached = index < np.array(lengths)[:, None, None]
+    seen = np.where(index < L, cached, index - L <= query)
+    return np.where(seen, np.float32(0), np.float32(MASKED))[:, :, None, :]
+
+
 def test_a_mask_aligned_to_the_wrong_corner() -> None:
     """3 new tokens on 5 cached: query i sees keys 0 to 5+i, and not 0 to i."""
-    right = step_mask(np.array([5]), np.array([3]), 3, 5)
+    right = right_mask([5], 3, 5)
     wrong = np.full_like(right, MASKED)
     for query in range(3):
         wrong[0, : query + 1, 0, query] = 0
@@ -574,7 +570,7 @@ def test_a_mask_aligned_to_the_wrong_corner() -> None:
 
 
 def test_a_mask_with_one_key_flipped_gets_no_hint() -> None:
-    right = step_mask(np.array([5, 2]), np.array([3, 3]), 3, 6)
+    right = right_mask([5, 2], 3, 6)
     wrong = right.copy()
     wrong[1, 3, 0, 1] = 0
     assert mask_hint(CASE, "mask", wrong, right, 6) == []

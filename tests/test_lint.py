@@ -299,24 +299,41 @@ def test_a_cache_that_is_not_only_read(
         assert "the valid cache is copied per layer and step" in broken.consequence
 
 
+WHOLE = """
+    wide_BHsT = Transpose<perm = [0, 2, 3, 1]>(wide_BTHs_1)
+    soft_BHsT = Softmax<axis = -1>(wide_BHsT)
+    soft_BTHs_1 = Transpose<perm = [0, 3, 1, 2]>(soft_BHsT)
+"""
+WRITTEN_OUT = """
+    wide_BHsT = Transpose<perm = [0, 2, 3, 1]>(wide_BTHs_1)
+    peak_BHs1 = ReduceMax(wide_BHsT, rest)
+    below_BHsT = Sub(wide_BHsT, peak_BHs1)
+    raised_BHsT = Exp(below_BHsT)
+    total_BHs1 = ReduceSum(raised_BHsT, rest)
+    soft_BHsT = Div(raised_BHsT, total_BHs1)
+    soft_BTHs_1 = Transpose<perm = [0, 3, 1, 2]>(soft_BHsT)
+"""
+
+
+@pytest.mark.parametrize(
+    ("softmax", "name"), [(WHOLE, "Softmax"), (WRITTEN_OUT, "ReduceMax")], ids=["whole", "out"]
+)
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
-def test_keys_last_scores(nano: Build, precision: Precision) -> None:
+def test_keys_last_scores(nano: Build, precision: Precision, softmax: str, name: str) -> None:
     def surgery(model: onnx.ModelProto) -> None:
         change_body(
             model,
             "LatentAttention",
             (
-                "soft_BTHS = Softmax<axis = 1>(wide_BTHS)",
-                """wide_BHST = Transpose<perm = [0, 2, 3, 1]>(wide_BTHS)
-                soft_BHST = Softmax<axis = -1>(wide_BHST)
-                soft_BTHS = Transpose<perm = [0, 3, 1, 2]>(soft_BHST)""",
+                "soft_BTHs_1 = Div(raised_BTHs_1, total_B1Hs_1)",
+                softmax,
             ),
         )
 
     found = only(findings(nano(precision), "moe", surgery))
     attention = node_of(exported(nano(precision), "moe"), "LatentAttention")
     assert (found.rule, found.node) == ("keys-major scores", f"{attention.name} (LatentAttention)")
-    assert found.found.startswith("softmax over axis -1 of 4 dimensions, axis 1 of")
+    assert found.found.startswith(f"{name} over axis -1 of 4 dimensions, axis 1 of")
     assert "scores and cache are re-laid out" in found.consequence
 
 
@@ -343,7 +360,7 @@ def test_a_profile_of_one_row(nano: Build, precision: Precision, name: GraphName
     build = nano(precision)
     spec = BuildSpec.load(build).graphs[name]
     bounds = {mode: input_bounds(spec, mode, Profile()) for mode in MODES}
-    sizes = {"batch": 1, "tokens": 1, "rows": 1, "context": 9, "total": 10}
+    sizes = {"batch": 1, "tokens": 1, "rows": 1, "context": 9}
     sizes |= {f"rows_{slot}": 1 for slot in range(8)}
     one = {t.name: (t.shape(sizes),) * 3 for t in spec.inputs if t.name in bounds["decode"]}
     model = exported(build, name)

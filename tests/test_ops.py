@@ -4,6 +4,7 @@ bf16 and FP8 bodies are run in their widened form, since the CPU provider has no
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -137,52 +138,71 @@ def test_rope_body_turns_bf16_in_fp32() -> None:
 
 
 def attention_inputs(cached: int, new: int) -> list[Tensor]:
-    """Queries, context, new rows, W_UK, W_UV, and a mask under which sequence 1 has half as many
+    """Queries, context, new rows, W_UK, W_UV, and positions by which sequence 1 has half as many
     cached rows as sequence 0.
     """
     torch.manual_seed(cached)
     H, N, R, C, V = 3, 24, 16, 56, 20
-    lengths = torch.tensor([cached, cached // 2])
-    keys, queries = torch.arange(cached + new)[None, :, None], torch.arange(new)
-    own = (keys >= cached) & (keys - cached <= queries)
-    mask = torch.where((keys < lengths[:, None, None]) & (keys < cached) | own, 0.0, MASKED)
+    positions = torch.tensor([[cached], [cached // 2]]) + torch.arange(new)
     sizes = [(2, H, new, N), (2, H, new, R), (2, cached, C + R), (2, new, C + R)]
     weights = [torch.randn(H, N, C) / N**0.5, torch.randn(H, C, V) / C**0.5]
-    return [*(torch.randn(size) for size in sizes), *weights, mask[:, :, None, :]]
+    return [*(torch.randn(size) for size in sizes), *weights, positions]
 
 
 @pytest.mark.parametrize("cached", [0, 1, 6])
-@pytest.mark.parametrize("new", [1, 4])
+@pytest.mark.parametrize("new", [1, 2, 4, 11])
 def test_latent_attention_body(cached: int, new: int) -> None:
-    """No context, a context of unequal lengths, one new token and several."""
+    """No context, a context of unequal lengths; fewer tokens than blocks of queries, and more."""
     inputs = attention_inputs(cached, new)
     expected = latent_attention.reference(*inputs, scale=0.2)
     close(run_body(latent_attention, *inputs, scale=0.2)[0], expected, 2e-6)
 
 
 def test_latent_attention_body_reads_bf16() -> None:
-    inputs = [t.bfloat16() for t in attention_inputs(6, 4)]
-    expected = latent_attention.reference(*(t.float() for t in inputs), scale=0.2)
+    *wide, positions = attention_inputs(6, 4)
+    inputs = [*(t.bfloat16() for t in wide), positions]
+    rounded = [t.bfloat16().float() for t in wide]
+    expected = latent_attention.reference(*rounded, positions, scale=0.2)
     close(run_body(latent_attention, *inputs, scale=0.2)[0], expected, 2e-6)
     close(latent_attention.reference(*inputs, scale=0.2).float(), expected, 3e-2)
 
 
-def test_masked_rows_have_no_weight_and_never_give_nan() -> None:
-    """A query that sees nothing still has finite outputs; a hidden row changes nothing."""
-    q_nope, q_pe, context, new, w_uk, w_uv, mask = attention_inputs(6, 4)
-    blind = mask.clone()
-    blind[1, :, :, 2] = MASKED
-    poisoned = context.clone()
-    poisoned[1, 3:] = 1e4  # behind sequence 1's length
-    for compute in (
-        latent_attention.reference,
-        lambda *t, **a: run_body(latent_attention, *t, **a)[0],
-    ):
-        before = compute(q_nope, q_pe, context, new, w_uk, w_uv, blind, scale=0.2)
-        after = compute(q_nope, q_pe, poisoned, new, w_uk, w_uv, blind, scale=0.2)
-        assert torch.isfinite(before).all() and torch.isfinite(after).all()
-        seeing = [0, 1, 3]
-        assert torch.equal(before[:, :, seeing], after[:, :, seeing])
+FORMS = [
+    latent_attention.reference,
+    lambda *inputs, **attributes: run_body(latent_attention, *inputs, **attributes)[0],
+]
+
+
+@pytest.mark.parametrize("attend", FORMS, ids=["reference", "body"])
+def test_case_11_a_token_sees_what_stands_before_it(attend: Callable[..., Tensor]) -> None:
+    """6 new tokens on 5 cached, in a stride of 8: query i sees keys 0 … 5+i, and no row behind
+    them. Seen is what changes the result.
+    """
+    inputs = attention_inputs(8, 6)
+    inputs[-1] = torch.tensor([[5], [5]]) + torch.arange(6)
+    before = attend(*inputs, scale=0.2)
+    seen = torch.zeros(8 + 6, 6, dtype=torch.bool)
+    for key in range(8 + 6):
+        changed = [t.clone() for t in inputs]
+        rows, at = (changed[2], key) if key < 8 else (changed[3], key - 8)
+        rows[:, at] += 3.0
+        differs = attend(*changed, scale=0.2) != before
+        seen[key] = differs[0].any(-1).any(0)
+        assert torch.equal(differs[1].any(-1).any(0), seen[key])
+    expected = torch.ones(8 + 6, 6, dtype=torch.bool)
+    expected[5:8] = False
+    expected[8:] = torch.ones(6, 6).triu().bool()
+    assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize("attend", FORMS, ids=["reference", "body"])
+def test_rows_behind_a_sequence_have_no_weight(attend: Callable[..., Tensor]) -> None:
+    """Whatever finite values stand there."""
+    q_nope, q_pe, context, new, w_uk, w_uv, positions = attention_inputs(6, 4)
+    before = attend(q_nope, q_pe, context, new, w_uk, w_uv, positions, scale=0.2)
+    context[1, 3:] = 1e4  # behind sequence 1's length
+    after = attend(q_nope, q_pe, context, new, w_uk, w_uv, positions, scale=0.2)
+    assert torch.isfinite(after).all() and torch.equal(before, after)
     assert math.isfinite(torch.tensor(MASKED).bfloat16().item())
     assert torch.isfinite(torch.tensor(MASKED).bfloat16() * 2)
 
@@ -207,7 +227,7 @@ def test_latent_attention_equals_the_readable_absorbed_form() -> None:
         torch.cat([taps["c_kv_normed"], taps["k_pe_rotated"]], dim=-1),
         w_uk,
         w_uv.transpose(1, 2).contiguous(),
-        mask[0].permute(2, 0, 1)[None].expand(2, -1, -1, -1).contiguous(),
+        torch.arange(7, 11).expand(2, -1).contiguous(),
     ]
     found = latent_attention.reference(*inputs, scale=CONFIG.softmax_scale)
     close(found, taps["mix"], 2e-6)

@@ -1,6 +1,7 @@
 """The passes over ONNX graphs: what each refuses, and numbers before and after."""
 
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +18,7 @@ from graphs.passes.expose_taps import expose_taps
 from graphs.passes.feed_linears import feed_linears
 from graphs.passes.infer_shapes import infer_shapes, unshaped
 from graphs.passes.inline import inline
+from graphs.passes.pointwise import pointwise
 from graphs.passes.widen import widen
 from graphs.session import open_session, run
 from graphs.spec import BuildSpec, TapSpec
@@ -291,7 +293,7 @@ FP8_CASE = {
     "second": random(6, 4, dtype=ml_dtypes.float8_e4m3fn),
     "second_scale": np.abs(random(4)) + 0.1,
 }
-BETWEEN = TapSpec("between", "|a|", "b", None, ("M", "K"), "MK")
+BETWEEN = TapSpec("between", "|a|", "b", (), ("M", "K"), "MK")
 
 
 def test_a_linear_layer_whose_input_is_a_tap_is_fed_it() -> None:
@@ -326,8 +328,8 @@ def test_exposed_taps_leave_the_graphs_outputs_as_they_were() -> None:
     model, spec = attach_functions(parse(TWO_LINEARS)), BuildSpec("fp8", {}, "", {})
     taps = [
         BETWEEN,
-        TapSpec("scale", "s", "y", "row_scale", ("M", "K"), "MK"),
-        TapSpec("y", "y", "y", None, ("M", "K"), "MK"),
+        TapSpec("scale", "s", "y", ("row_scale",), ("M", "K"), "MK"),
+        TapSpec("y", "y", "y", (), ("M", "K"), "MK"),
     ]
     exposed = expose_taps(model, taps)
     assert [o.name for o in exposed.graph.output] == ["y", "tap.between", "tap.scale"]
@@ -340,3 +342,56 @@ def test_exposed_taps_leave_the_graphs_outputs_as_they_were() -> None:
     peaks = np.abs(found["tap.between"]).max(axis=1, keepdims=True)
     np.testing.assert_allclose(found["tap.scale"], peaks / 448, rtol=1e-6)
     assert "tap.between" not in {o.name for o in model.graph.output}
+
+
+TWO_GEMMS = """
+twice (float[M, 300] x, float[512, 300] up, float[300, 512] down) => (float[M, 300] y)
+{
+    h = Gemm<transB = 1>(x, up)
+    y = Gemm<transB = 1>(h, down)
+}
+"""
+GEMM_CASE = {"up": random(512, 300), "down": random(300, 512)}
+
+
+def two_gemms(rows: Array, large: int, row_invariant: bool = False) -> Array:
+    """y, where a weight of so many elements is large."""
+    content = parse(TWO_GEMMS).SerializeToString()
+    with mock.patch("graphs.passes.pointwise.LARGE", large):
+        session = open_session(BuildSpec("fp32", {}, "", {}), content, 2, None, row_invariant)
+    y = np.full((len(rows), 300), np.nan, np.float32)
+    run(session, GEMM_CASE | {"x": rows}, {"y": y})
+    return y
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 64, 65, 130])
+def test_pointwise_1_convolutions_give_the_same(rows: int) -> None:
+    x = random(rows, 300)
+    before, after = (two_gemms(x, large) for large in (1 << 20, 1))
+    np.testing.assert_allclose(after, before, rtol=0, atol=2e-6 * np.abs(before).max())
+    if rows > 64:  # the Gemm itself
+        assert np.array_equal(before, after)
+
+
+def test_pointwise_1_is_not_where_a_row_must_not_depend_on_how_many_there_are() -> None:
+    x = random(64, 300)
+    whole = two_gemms(x, large=1, row_invariant=True)
+    for rows in (2, 3, 8, 17, 40):
+        assert np.array_equal(two_gemms(x[:rows], large=1, row_invariant=True), whole[:rows])
+    assert not np.array_equal(two_gemms(x[:8], large=1), whole[:8])  # other kernels, else
+
+
+def test_pointwise_2_other_products_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small weight; one that is made; one as it lies; a product with a factor or a sum."""
+    model = parse(TWO_GEMMS)
+    assert pointwise(model) == model
+    monkeypatch.setattr("graphs.passes.pointwise.LARGE", 1)
+    assert [n.op_type for n in pointwise(model).graph.node].count("If") == 2
+    for line in (
+        "w = Neg(up) h = Gemm<transB = 1>(x, w)",
+        "h = Gemm<transB = 0>(x, down)",
+        "h = Gemm<transB = 1, alpha = 2.0>(x, up)",
+        "s = Constant<value_floats = [1.0]>() h = Gemm<transB = 1>(x, up, s)",
+    ):
+        other = parse(TWO_GEMMS.replace("h = Gemm<transB = 1>(x, up)", line))
+        assert [n.op_type for n in pointwise(other).graph.node].count("If") == 1

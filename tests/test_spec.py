@@ -15,8 +15,8 @@ from graphs.spec import GRAPHS, BuildError, BuildSpec, GraphSpec, TapSpec, Tenso
 
 RAW = tiny_config()
 TAPS = (
-    TapSpec("c_q", "c^Q", "linear", None, ("BS", "Q"), "BSQ", (0, 136)),
-    TapSpec("scores", "scores", "o", "masked_BTHS", ("B", "T", "H", "S"), "BHST"),
+    TapSpec("c_q", "c^Q", "linear", (), ("BS", "Q"), "BSQ", (0, 136)),
+    TapSpec("scores", "scores", "o", ("s_0", "s_1"), ("B", "T", "H", "S"), "BHST"),
 )
 
 
@@ -77,7 +77,7 @@ def test_an_absent_spec_is_an_error_that_says_how_to_make_it(tmp_path: Path) -> 
         BuildSpec.load(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"format": 2}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"format": 3}'])
 def test_a_damaged_spec_is_refused(build: Path, content: bytes) -> None:
     (build / "spec.json").write_bytes(content)
     with pytest.raises(BuildError, match=r"spec.json: damaged or incomplete .*; export again"):
@@ -86,7 +86,7 @@ def test_a_damaged_spec_is_refused(build: Path, content: bytes) -> None:
 
 Raw = dict[str, Any]
 CHANGES: dict[str, tuple[Callable[[Raw], object], str]] = {
-    "another format": (lambda raw: raw.update(format=99), "format 2 expected, found 99"),
+    "another format": (lambda raw: raw.update(format=99), "format 3 expected, found 99"),
     "another config": (
         lambda raw: raw["raw_config"].update(hidden_size=96),
         "config_sha256 does not match its config",

@@ -20,7 +20,7 @@ def tap(
     columns: tuple[int, int] | None = None,
     interleaved: bool = False,
 ) -> TapSpec:
-    return TapSpec("mix", "mix", "value", None, axes, dims, columns, interleaved)
+    return TapSpec("mix", "mix", "value", (), axes, dims, columns, interleaved)
 
 
 def test_axes_that_are_products_are_split_and_transposed() -> None:

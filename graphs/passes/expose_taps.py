@@ -4,7 +4,7 @@
 2. Another value of the graph is cast to a new output `tap.<name>`. Where several taps are parts of
    one value, each gets a copy of the whole: columns are cut later.
 3. A value inside a custom op's body becomes an output of the op's function first, and so of every
-   node of the op.
+   node of the op. Several are its parts, joined along the axis of tokens.
 
 For parity alone: what is compiled never has them.
 """
@@ -26,8 +26,8 @@ def expose_taps(model: onnx.ModelProto, taps: Iterable[TapSpec]) -> onnx.ModelPr
     exposed.CopyFrom(model)
     graph = exposed.graph
     given = {output.name for output in model.graph.output}
-    for tap in (t for t in taps if t.inner is not None or t.value not in given):
-        value = tap.value if tap.inner is None else _from_body(exposed, tap.value, tap.inner)
+    for tap in (t for t in taps if t.inner or t.value not in given):
+        value = _joined(exposed, tap) if tap.inner else tap.value
         graph.node.append(
             helper.make_node("Cast", [value], [PREFIX + tap.name], to=TensorProto.FLOAT)
         )
@@ -36,6 +36,17 @@ def expose_taps(model: onnx.ModelProto, taps: Iterable[TapSpec]) -> onnx.ModelPr
             helper.make_tensor_value_info(PREFIX + tap.name, TensorProto.FLOAT, shape)
         )
     return infer_shapes(exposed)
+
+
+def _joined(model: onnx.ModelProto, tap: TapSpec) -> str:
+    """The name in the graph of a value of a body, whole."""
+    parts = [_from_body(model, tap.value, inner) for inner in tap.inner]
+    if len(parts) == 1:
+        return parts[0]
+    whole = f"{tap.value}.{tap.name}"
+    axis = tap.axes.index("S")
+    model.graph.node.append(helper.make_node("Concat", parts, [whole], axis=axis))
+    return whole
 
 
 def _from_body(model: onnx.ModelProto, output: str, inner: str) -> str:

@@ -26,7 +26,7 @@ def feed_linears(
     """A copy of a graph as exported, and by which tap each of its new inputs is to be fed."""
     fed = onnx.ModelProto()
     fed.CopyFrom(model)
-    whole = {t.value: t for t in taps if t.inner is None and t.columns is None}
+    whole = {t.value: t for t in taps if not t.inner and t.columns is None}
     fan_in = {i.name: i.type.tensor_type.shape.dim[0].dim_value for i in fed.graph.input}
     sources: dict[str, TapSpec] = {}
     for node in fed.graph.node:
