@@ -120,8 +120,8 @@ PRESET_TARGETS := sm120 sm89
 PRESET_MANIFESTS := $(foreach preset,$(PRESETS),$(foreach target,$(PRESET_TARGETS),\
 	build/$(preset)/$(PRECISION)/$(COMPILER)-$(target)-b$(BATCH)t$(TOKENS)c$(CONTEXT)/manifest.json))
 
-.PHONY: help setup graphs weights golden parity engines presets generate evaluate quality train full-size bench gpu-check lint \
-	test check clean
+.PHONY: help setup graphs weights golden parity engines presets generate evaluate quality train full-size bench bench-moe \
+	bench-forms gpu-bench gpu-check lint test check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -159,11 +159,28 @@ full-size: $(FULL_CHECKPOINTS) ## parity of K2 layers at full width with random 
 	@$(call FULL_MAKE,k2-dense,fp32) parity
 	@$(call FULL_MAKE,k2,fp8) parity
 
-bench: $(FULL_CHECKPOINTS) build/$(NAME)/fp32/.weights build/$(NAME)/fp8/.weights ## batching; full width: a MoE decode step's seconds and memory, packing against cp, and killed (40 GB of disk, 10 minutes)
+bench: $(FULL)/k2-dense/checkpoint/config.json build/$(NAME)/fp32/.weights build/$(NAME)/fp8/.weights ## speed beside transformers and what memory allows, batching, overhead, start-up, compile time, in build/bench (3 GB of disk, 15 minutes)
+	@$(call FULL_MAKE,k2-dense,fp32) weights
+	$(PYTHON) bench/run.py measure $(FULL)/k2-dense/fp32 $(FULL)/k2-dense/checkpoint build/$(NAME)/fp32 $(MODEL) \
+		--text $(TEXT) --out build/bench
 	@for p in fp32 fp8; do $(PYTHON) bench/batching.py build/$(NAME)/$$p; done
+	@$(MAKE) --no-print-directory PRESET=k2 PRECISION=fp8 graphs
+	$(PYTHON) bench/overhead.py build/k2/fp8
+	$(PYTHON) bench/startup.py build/$(NAME)/fp32 build/$(NAME)/fp8
+	$(PYTHON) bench/compile_time.py
+
+bench-moe: $(FULL)/k2/checkpoint/config.json ## full width: a MoE decode step's seconds and memory, packing against cp, and killed (40 GB of disk, 10 minutes)
 	@$(call FULL_MAKE,k2,fp8) weights
 	$(PYTHON) bench/moe_step.py $(FULL)/k2/fp8
 	$(PYTHON) bench/packing.py $(FULL)/k2/checkpoint $(FULL)/k2/fp8
+
+bench-forms: $(FULL)/k2-dense/checkpoint/config.json ## scratch and time of each form of attention that was tried (3 GB of disk, 5 minutes)
+	@$(call FULL_MAKE,k2-dense,fp32) weights
+	@$(MAKE) --no-print-directory PRESET=k2 PRECISION=fp8 graphs
+	$(PYTHON) bench/attention_forms.py build/k2/fp8 --run $(FULL)/k2-dense/fp32
+
+gpu-bench: $(BUILD)/.weights $(WEIGHTS_$(PRECISION)) $(ENGINES)/.engines $(GRAPHS:%=$(ENGINES)/%.engine) $(ENGINES)/manifest.json ## each engine and the chain on this machine's GPU beside its roofline, in build/NAME/PRECISION/bench.json
+	$(PYTHON) -m runtime bench $(BUILD) --backend tensorrt --engines $(ENGINES) --out $(BUILD)/bench.json
 
 gpu-check: $(foreach p,$(PRECISIONS),build/$(NAME)/$p/.golden $(WEIGHTS_$p) $(GOLDENS_$p)) ## the runtime's tests and parity of all precisions on this machine's GPU, in one table
 	@$(PYTHON) bench/gpu_check.py $(PRECISIONS:%=build/$(NAME)/%)

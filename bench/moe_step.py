@@ -21,7 +21,7 @@ import typer
 from graphs.cli import make_app, run
 from graphs.spec import BuildError, BuildSpec, layer_file
 from graphs.tensorfile import Array
-from runtime.chain import Chain, step_mask
+from runtime.chain import Chain
 from runtime.load import load_chain
 from runtime.routing import expert_slots
 
@@ -79,7 +79,6 @@ class DecodeStep:
         self.inputs = {
             "x": random.standard_normal((1, 1, c.hidden_size), np.float32),
             "positions": np.array([[CACHED]]),
-            "mask": step_mask(np.array([CACHED]), np.array([1]), 1, CACHED).astype(activation),
             "context": context.astype(activation),
         }
         K = c.num_experts_per_tok

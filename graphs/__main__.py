@@ -1,4 +1,4 @@
-"""`python -m graphs describe|parity|report|standalone|verify|lint|compile|table`."""
+"""`python -m graphs describe|budget|parity|report|standalone|verify|lint|compile|table`."""
 
 import json
 from collections.abc import Callable
@@ -12,9 +12,11 @@ from rich.table import Table
 
 from graphs.accounting import Account, Figures
 from graphs.activation_budget import excesses
+from graphs.budget.gpus import GPUS, UnknownGpuError, find_gpu
+from graphs.budget.show import Show, show_built, show_checkpoints, show_models
 from graphs.cli import make_app, progress_bar, run, wide_console
 from graphs.compile import Step, compile_build
-from graphs.config import load_config
+from graphs.config import PRESETS, load_config
 from graphs.engine_table import engine_table
 from graphs.lint import RULES, lint_build
 from graphs.manifest import MODES, EngineRecord, Manifest, Profile
@@ -24,8 +26,8 @@ from graphs.replay import graph_cases
 from graphs.report.merge import merge
 from graphs.report.page import save_page
 from graphs.report.terminal import failures, show, summary
-from graphs.spec import GRAPHS, BuildSpec, GraphName
-from graphs.standalone import write_standalone
+from graphs.shapes import check_profile
+from graphs.spec import GRAPHS, BuildSpec, GraphName, Precision
 from graphs.targets import TARGETS, CompileError
 from graphs.tensorfile import TensorFile
 from graphs.tensorrt import Compiler, TensorRTError
@@ -58,6 +60,62 @@ def describe(
         f"cache, values a position and layer: {values['latent']:,} as latent, "
         f"{values['per_head']:,} as per-head keys and values"
     )
+
+
+@app.command()
+def budget(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Presets (k2), config.json files, or checkpoints' folders; with --engines, "
+            "build/MODEL/PRECISION/FOLDER/manifest.json. Where none is named: the memory and the "
+            "cards that each preset takes."
+        ),
+    ] = None,
+    precision: Annotated[Precision, typer.Option(help="Of the packed weights.")] = "fp8",
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(help=f"A GPU of the table; may be repeated. All: {', '.join(GPUS)}."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences of a decode step.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 128,
+    context: Annotated[int, typer.Option(help="Cached rows of each sequence.")] = 4096,
+    as_checkpoint: Annotated[
+        bool,
+        typer.Option(
+            "--as-checkpoint",
+            help="The roofline of decode steps on the bytes of checkpoints, in bf16, block FP8 and "
+            "INT4, instead of the packed layout; by default of k2.",
+        ),
+    ] = False,
+    engines: Annotated[
+        bool,
+        typer.Option(
+            "--engines",
+            help="What the builder said of built engines beside their budgets; exit status 1 where "
+            "one takes over 10 % more.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Every figure, for programs to read.")
+    ] = False,
+) -> None:
+    """Bytes, operations, time and memory of steps, computed from configs and GPUs' public figures.
+
+    Nothing here is measured but what --engines shows, which is the builder's.
+    """
+    profile = Profile(batch, tokens, context)
+    check_profile(profile)
+    gpus = [find_gpu(name) for name in gpu or GPUS]
+    to = Show(wide_console(), as_json)
+    if engines:
+        if not show_built(to, [Path(source) for source in sources or ()]):
+            raise typer.Exit(1)
+    elif as_checkpoint:
+        show_checkpoints(to, sources or ["k2"], gpus, context)
+    else:
+        presets = sorted(path.stem for path in PRESETS.glob("*.json"))
+        show_models(to, sources or presets, precision, profile, gpus, steps=bool(sources))
 
 
 @app.command()
@@ -115,6 +173,8 @@ def standalone(
     ] = None,
 ) -> None:
     """A graph with one layer's weights and its golden for Polygraphy, and what to run on it."""
+    from graphs.standalone import write_standalone  # onnxscript, 0.6 s that no other command needs
+
     print(write_standalone(build, graph, layer, out, case).script)
 
 
@@ -313,4 +373,4 @@ def _mb(size: int | None) -> str:
 
 
 if __name__ == "__main__":
-    run(app, CompileError, TensorRTError)
+    run(app, CompileError, TensorRTError, UnknownGpuError)

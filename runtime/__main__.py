@@ -1,4 +1,4 @@
-"""`python -m runtime`: generate, evaluate and check parity from a build folder."""
+"""`python -m runtime`: generate, evaluate, check parity and measure speed from a build folder."""
 
 import sys
 import time
@@ -19,6 +19,11 @@ from graphs.session import SessionError
 from graphs.spec import BuildError, BuildSpec
 from graphs.tensorrt import TensorRTError
 from runtime.backends import BackendError
+from runtime.benchmark.bench import BenchError
+from runtime.benchmark.bench import bench as run_bench
+from runtime.benchmark.cases import usual_batches, usual_lengths
+from runtime.benchmark.table import notes as bench_notes
+from runtime.benchmark.table import table as bench_table
 from runtime.cache_errors import CacheError
 from runtime.chain import Chain, StepError
 from runtime.commands import options as arg
@@ -41,7 +46,7 @@ from runtime.tokenizer_files import load_tokenizer
 # What ends a command with one line; anything else is a bug of ours.
 ENDING = (
     *(PromptError, SamplingError, StepError, CacheError, BackendError, DeviceError),
-    *(SessionError, TensorRTError),
+    *(SessionError, TensorRTError, BenchError),
 )
 
 app = make_app("Tokens from a build folder, on ONNX Runtime or TensorRT.")
@@ -70,7 +75,7 @@ def generate(
     batch: arg.Batch = None,
     chunk: arg.Chunk = None,
     threads: arg.Threads = None,
-    batch_invariant: arg.BatchInvariant = True,
+    batch_invariant: arg.BatchInvariant = False,
     verify: arg.Verify = False,
     as_json: arg.AsJson = False,
     out: arg.Out = None,
@@ -188,6 +193,53 @@ def parity(
     fragment.save(build)
     if not show_report(wide_console(), fragment):
         raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    build: arg.Build,
+    sequences: arg.Sequences = None,
+    cached: arg.Cached = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each that count.")] = 7,
+    backend: arg.Backend = "onnxruntime",
+    provider: arg.OnProvider = None,
+    engines: arg.Engines = None,
+    cache: arg.Cache = None,
+    context: arg.Context = None,
+    batch: arg.Batch = None,
+    chunk: arg.Chunk = None,
+    threads: arg.Threads = None,
+    verify: arg.Verify = False,
+    out: Annotated[Path | None, typer.Option(help="Write every sample here, as JSON.")] = None,
+) -> None:
+    """Time each engine alone and the whole chain, decode and prefill, beside the GPU's roofline.
+
+    On a GPU between CUDA events and by the wall clock. What is beyond a limit is left out, and said
+    to be.
+    """
+    limits = {"context": context, "batch": batch, "chunk": chunk}
+    options = load_options(backend, provider, engines, threads, verify, limits)
+    if cache is not None:
+        options["cache"] = cache_option(cache)
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise BuildError(f"{out}: a file in a folder that exists expected for --out")
+    chain = _load(build, options)
+    with closing(chain.backend), progress_bar(TimeElapsedColumn()) as progress:
+        task = progress.add_task("measuring", total=None)
+        report = run_bench(
+            chain,
+            {"tensorrt": "TensorRT", "onnxruntime": "ONNX Runtime"}[backend],
+            sequences or usual_batches(chain),
+            usual_lengths(chain) if cached is None else cached,
+            rounds,
+            lambda what: progress.update(task, description=what),
+        )
+    if out is not None:
+        report.save(out)
+    console = wide_console()
+    console.print(bench_table(report, f"{report.machine['device']}, {build}"))
+    for note in bench_notes(report):
+        console.print(note, soft_wrap=True, highlight=False)
 
 
 def _write(text: str) -> None:

@@ -3,23 +3,21 @@
 A step takes new tokens for a contiguous range of the cache's slots, in one of the two modes that an
 engine has a profile for: decode, one token each of several sequences, or prefill, several tokens of
 one. It checks every limit before anything runs, runs all blocks, and commits the new cache rows of
-all layers when all of them have succeeded. A padded row sees only itself, is routed to no expert,
-and is never committed: that of a sequence which brings no token to a decode step, and of one that
+all layers when all of them have succeeded. A padded row is routed to no expert
+and never committed: that of a sequence which brings no token to a decode step, and of one that
 stands beside a lone token, where a backend would give one row a kernel of its own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from graphs.config import ModelConfig
 from graphs.manifest import Profile
-from graphs.ops import MASKED
 from graphs.spec import BuildSpec
 from graphs.tensorfile import DTYPES, Array
-from runtime.backends import Backend
+from runtime.backends import Backend, Slot
 from runtime.buffers import StepBuffers
 from runtime.device import Buffer
 from runtime.kv_cache import LatentCache
@@ -92,7 +90,7 @@ class Chain:
         hidden = self._blocks(batch)
         logits = self._head(hidden, batch, all_logits)
         for handle, values in zip(self.cache.handles[first:], logits, strict=False):
-            if not np.isfinite(values).all():
+            if not _all_finite(values):
                 raise LogitsError(handle)
         staged = self.buffers.staged_rows(*batch.ids.shape)
         self.cache.commit(first, staged[:, : len(tokens)], tokens)
@@ -134,40 +132,35 @@ class Chain:
 
     def _blocks(self, batch: "_Batch") -> Buffer:
         """The residual stream fp32 [M, D] behind the last block; new rows are left in `staged`."""
-        B, S = batch.ids.shape
-        M, buffers = B * S, self.buffers
-        x, spare = (stream[:M] for stream in buffers.streams)
-        self.device.write(x, self.weights.rows(batch.ids).reshape(M, -1))
-        common = {
-            "positions": buffers.written(buffers.positions, batch.positions),
-            "mask": buffers.written(buffers.mask, batch.mask),
-        }
+        (B, S), buffers = batch.ids.shape, self.buffers
+        views = buffers.views(B, S)
+        x, spare = views.streams
+        self.device.write(x.rows, self.weights.rows(batch.ids).reshape(B * S, -1))
+        positions = buffers.written(buffers.positions, batch.positions)
         for layer in range(self.config.num_hidden_layers):
             block = self.config.block_type(layer)
-            inputs = common | {
-                "x": x.reshape(B, S, -1),
-                "context": self.cache.context(layer, batch.first, B - batch.beside, batch.beside),
-            }
-            outputs = {"new": buffers.staged[layer, :M].reshape(B, S, -1)}
+            context = self.cache.context(layer, batch.first, B - batch.beside, batch.beside)
+            inputs = {"x": x.tokens, "positions": positions, "context": context}
+            outputs = {"new": views.new[layer]}
             if block == "dense":
-                outputs["y"] = spare.reshape(B, S, -1)
+                outputs["y"] = spare.tokens
                 self.backend.block(block, layer, inputs, outputs, batch.group)
                 x, spare = spare, x
             else:
-                h, (experts, gates) = buffers.h[:M], buffers.routing.buffers(M)
-                outputs |= {"acc": spare, "h": h, "experts": experts, "expert_weights": gates}
+                outputs |= {"acc": spare.rows, "h": views.h}
+                outputs |= {"experts": views.experts, "expert_weights": views.gates}
                 self.backend.block(block, layer, inputs, outputs, batch.group)
-                x, spare = self._experts(layer, batch, h, spare, x)
-        return x
+                groups = self._routed(batch)
+                found, _ = self.backend.experts(layer, groups, views.h, spare.rows, x.rows)
+                if found is spare.rows:
+                    x, spare = spare, x
+        return x.rows
 
-    def _experts(
-        self, layer: int, batch: "_Batch", h: Buffer, acc: Buffer, spare: Buffer
-    ) -> tuple[Buffer, Buffer]:
-        """Add what the chosen experts make of h; the sum's buffer, and the other."""
-        experts, gates = self.buffers.routing.read(len(h))
+    def _routed(self, batch: "_Batch") -> list[list[Slot]]:
+        """Which rows go to which expert, as the block that ran last chose."""
+        experts, gates = self.buffers.routing.read(batch.ids.size)
         least = self.backend.least_rows
-        groups = list(expert_slots(experts, gates, batch.valid, self.spec.slots, least))
-        return self.backend.experts(layer, groups, h, acc, spare)
+        return list(expert_slots(experts, gates, batch.valid, self.spec.slots, least))
 
     def _head(self, hidden: Buffer, batch: "_Batch", all_logits: bool) -> list[Array]:
         S = batch.ids.shape[1]
@@ -194,7 +187,6 @@ class _Batch:
     counts: list[int]
     ids: Array  # [B, S]
     positions: Array  # [B, S]
-    mask: Array  # [B, L+S, 1, S] in the activation's type
     valid: Array  # [B·S]: not padding
     beside: int  # of the B, those that stand for no sequence
     group: int  # which range of slots, as wide as the profile's batch, it begins in
@@ -214,10 +206,14 @@ class _Batch:
             ids[b, : counts[b]] = sequence
         positions = step_positions(lengths, S, chain.config)
         chain.require("context", L, chain.profile.context)
-        mask = step_mask(lengths, np.array(counts), S, L, chain.activation)
         valid = np.arange(S) < np.array(counts)[:, None]
         group = first // chain.profile.batch if B > 1 else 0
-        return cls(first, counts, ids, positions, mask, valid.reshape(-1), beside, group)
+        return cls(first, counts, ids, positions, valid.reshape(-1), beside, group)
+
+
+def _all_finite(values: Array) -> bool:
+    """By the least and the greatest, which NaN is where there is one: no array is made."""
+    return bool(np.isfinite(values.min(initial=0)) and np.isfinite(values.max(initial=0)))
 
 
 def _beside(chain: Chain, counts: list[int], first: int) -> int:
@@ -236,20 +232,3 @@ def step_positions(lengths: Array, S: int, config: ModelConfig) -> Array:
     last = config.max_position_embeddings - 1
     positions: Array = np.minimum(lengths[:, None] + np.arange(S), last)
     return positions
-
-
-def step_mask(
-    lengths: Array, counts: Array, S: int, L: int, dtype: np.dtype[Any] = DTYPES["float"][1]
-) -> Array:
-    """[B, L+S, 1, S], keys-major: 0 where query s of sequence b sees key t, else MASKED.
-
-    A token sees its sequence's cached rows and the step's tokens up to itself; padding sees itself.
-    """
-    keys, queries = np.arange(S)[:, None], np.arange(S)[None, :]
-    real = queries < counts[:, None, None]
-    cached = (np.arange(L) < lengths[:, None])[:, :, None] & real
-    own = np.where(real, keys <= queries, keys == queries)
-    seen = np.concatenate([cached, own], axis=1)
-    shown, hidden = np.array([0, MASKED]).astype(dtype)
-    mask: Array = np.where(seen, shown, hidden)
-    return mask[:, :, None, :]

@@ -21,12 +21,30 @@ PIECE = 64 * 2**20  # bytes of weights that are copied at a time
 MOVED_AT_ONCE = 16 * 2**20  # bytes of rows that are moved at a time where the two places overlap
 
 
+class Event(Protocol):
+    """A CUDA event that keeps time."""
+
+    def record(self) -> None:
+        """In work that is given to the stream: the stream comes by here."""
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds to another event. Raises RuntimeError before the stream came by both."""
+
+
 class Driver(Protocol):
     """One GPU and one stream of it."""
 
     name: str
     capability: tuple[int, int]
     stream: int  # its handle
+
+    @property
+    def bandwidth(self) -> float:
+        """Of its memory, bytes a second by its clock and bus width; 0 where they are not known."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of its L2; 0 where that is not known."""
 
     def memory(self) -> tuple[int, int]:
         """Bytes that are free, and all."""
@@ -36,6 +54,9 @@ class Driver(Protocol):
 
     def staging(self, count: int) -> "torch.Tensor":
         """Bytes on the host, for a copy that the stream makes."""
+
+    def event(self) -> Event:
+        """A new one."""
 
     def submit(self, work: Callable[[], object]) -> None:
         """Give the stream work in torch's operations, to be done after all that it was given."""
@@ -144,6 +165,14 @@ class CudaDevice:
         return self._landed(
             lambda: torch.isfinite(staged.index_select(1, of())).all(dim=2), shape, np.dtype(bool)
         )
+
+    def timed(self, work: Callable[[], object]) -> float | None:
+        start, end = self.driver.event(), self.driver.event()
+        self._do(start.record)
+        work()
+        self._do(end.record)
+        self.wait()
+        return start.elapsed_time(end) / 1000
 
     def wait(self) -> None:
         """Until all that was asked for has been done. Raises DeviceError where the GPU failed."""
@@ -260,6 +289,22 @@ class _TorchCuda:
 
     def staging(self, count: int) -> "torch.Tensor":
         return self._empty(count, dtype=self._bytes, pin_memory=True)
+
+    @property
+    def bandwidth(self) -> float:
+        kilohertz, bits = self._property("memory_clock_rate"), self._property("memory_bus_width")
+        return 2 * kilohertz * 1000 * bits / 8  # two transfers a cycle
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._property("L2_cache_size")
+
+    def _property(self, name: str) -> int:
+        return int(getattr(self._cuda.get_device_properties(), name, 0))
+
+    def event(self) -> Event:
+        event: Event = self._cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return event
 
     def submit(self, work: Callable[[], object]) -> None:
         with self._cuda.stream(self._stream):

@@ -74,6 +74,12 @@ class Device(Protocol):
     def finite_rows(self, staged: Buffer, kept: Array) -> Array:
         """bool [layers, N], on the host: whether all of staged[layer, kept[n]] is finite."""
 
+    def timed(self, work: Callable[[], object]) -> float | None:
+        """Do work, to its end; the seconds that the stream took for it, None where there is none.
+
+        Raises DeviceError.
+        """
+
 
 class HostDevice:
     """The CPU's memory; see Device."""
@@ -136,3 +142,7 @@ class HostDevice:
     def finite_rows(self, staged: Buffer, kept: Array) -> Array:
         finite: Array = np.isfinite(staged[:, kept]).all(axis=2)
         return finite
+
+    def timed(self, work: Callable[[], object]) -> float | None:
+        work()
+        return None

@@ -32,9 +32,9 @@ class LoadOptions(TypedDict, total=False):
     this GPU. rtx: what TensorRT-RTX decides at run time. cache: rows a layer, or memory as "8GiB"
     or, of what is left free, "90%"; by default room for the profile's batch of sequences, each as
     long as its context. threads: ONNX Runtime's, 0 for one per core. batch_invariant: whether, on
-    ONNX Runtime, a lone token runs as two rows, so that a request gives what it gives beside others
-    (default); without, one alone is faster. verify: recompute the checksums of all weight files,
-    not only of small ones.
+    ONNX Runtime, a lone token runs as two rows, so that a request gives, bit for bit, what it gives
+    beside others; it is slower then, and off by default. verify: recompute the checksums of all
+    weight files, not only of small ones.
     """
 
     backend: BackendName
@@ -71,7 +71,7 @@ def _open_backend(build: Path, spec: BuildSpec, options: LoadOptions) -> tuple[B
         engines = TensorRTBackend.open(build, spec, folder, gpu, options.get("rtx"))
         return engines, engines.profile
     device = HostDevice() if options.get("provider", "cpu") == "cpu" else CudaDevice.open()
-    threads, invariant = options.get("threads", 0), options.get("batch_invariant", True)
+    threads, invariant = options.get("threads", 0), options.get("batch_invariant", False)
     backend = OnnxRuntimeBackend(build, spec, device, threads, invariant)
     return backend, options.get("profile", Profile())
 

@@ -11,9 +11,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 REPORT_FORMAT = 1
+
+# wall: until it was done. On a GPU also stream: between two CUDA events, one before and one behind
+# all that the stream was given; and launch: until the host had given it.
+Clock = Literal["wall", "stream", "launch"]
+
+
+class ReportError(ValueError):
+    """A file that is no report, or of another format."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,7 @@ class Measurement:
     seconds: tuple[float, ...]
     floor_seconds: float | None = None
     floor_of: str | None = None
+    clock: Clock = "wall"
 
     @property
     def median(self) -> float:
@@ -57,12 +66,24 @@ class Report:
     measurements: list[Measurement] = field(default_factory=list)
     computed: dict[str, Any] = field(default_factory=dict)  # from figures, not from a clock
 
-    def find(self, what: str, by: str, **case: int) -> Measurement:
+    def find(self, what: str, by: str, clock: Clock = "wall", **case: int) -> Measurement:
         """Raises KeyError."""
         for found in self.measurements:
-            if (found.what, found.by, found.case) == (what, by, case):
+            if (found.what, found.by, found.clock, found.case) == (what, by, clock, case):
                 return found
-        raise KeyError(f"no measurement of {what} by {by} with {case}")
+        raise KeyError(f"no measurement of {what} by {by} with {case}, clock {clock}")
+
+    @classmethod
+    def load(cls, path: Path) -> "Report":
+        """Raises ReportError."""
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            if raw["format"] != REPORT_FORMAT:
+                raise ValueError(f"format {REPORT_FORMAT} expected, found {raw['format']}")
+            measurements = [_measurement(item) for item in raw["measurements"]]
+            return cls(raw["machine"], raw["versions"], measurements, raw["computed"])
+        except (OSError, KeyError, TypeError, ValueError) as e:
+            raise ReportError(f"{path}: a benchmark's report expected: {e!r}; measure again") from e
 
     def save(self, path: Path) -> None:
         content = {
@@ -78,13 +99,22 @@ class Report:
         temporary.replace(path)
 
 
+def _measurement(raw: dict[str, Any]) -> Measurement:
+    own = {f.name: raw[f.name] for f in dataclasses.fields(Measurement)}
+    return Measurement(**own | {"seconds": tuple(own["seconds"])})
+
+
 def in_turns(
-    runs: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 1
+    runs: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 1, pause: float = 0.0
 ) -> dict[str, tuple[float, ...]]:
-    """Seconds of each run in every round, A B A B …, after rounds that do not count."""
+    """Seconds of each run in every round, A B A B …, after rounds that do not count.
+
+    `pause` seconds before each let the threads of the one before it go to sleep.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(warm_up + rounds):
         for name, run in runs.items():
+            time.sleep(pause)
             start = time.perf_counter()
             run()
             if turn >= warm_up:

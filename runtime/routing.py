@@ -50,19 +50,42 @@ def expert_slots(
     gets row 0 with gate 0, which the graph turns into adding nothing; so does an expert that fewer
     than `least_rows` rows chose, with rows of others where there are any.
     """
-    most = min(least_rows, len(valid_M))
-    by_expert: dict[int, tuple[list[int], list[float]]] = {}
-    for row in np.flatnonzero(valid_M).tolist():
-        for expert, gate in zip(experts_MK[row].tolist(), weights_MK[row].tolist(), strict=True):
-            rows, gates = by_expert.setdefault(expert, ([], []))
-            rows.append(row)
-            gates.append(gate)
-    used = []
-    for expert, (rows, gates) in sorted(by_expert.items()):
-        others = [r for r in range(most) if r not in rows][: max(most - len(rows), 0)]
-        column = np.array(gates + [0.0] * len(others), np.float32)[:, None]
-        used.append(Slot(expert, np.array(rows + others, np.int64), column))
+    experts_N, gates_N = experts_MK[valid_M].reshape(-1), weights_MK[valid_M].reshape(-1)
+    rows_N = valid_M.nonzero()[0].repeat(experts_MK.shape[1])
+    if not len(rows_N):
+        return
+    if least_rows > 1:
+        beside = _rows_beside(experts_N, rows_N, min(least_rows, len(valid_M)))
+        experts_N, rows_N = np.append(experts_N, beside[0]), np.append(rows_N, beside[1])
+        gates_N = np.append(gates_N, np.zeros(beside.shape[1], gates_N.dtype))
+    order = experts_N.argsort(kind="stable")
+    experts_N, rows_N, gates_N1 = experts_N[order], rows_N[order], gates_N[order][:, None]
+    starts = [0, *((experts_N[1:] != experts_N[:-1]).nonzero()[0] + 1).tolist()]
+    used = [
+        Slot(expert, rows_N[start:end], gates_N1[start:end])
+        for expert, start, end in zip(
+            experts_N[starts].tolist(), starts, [*starts[1:], len(rows_N)], strict=True
+        )
+    ]
     for start in range(0, len(used), slots):
         group = used[start : start + slots]
-        idle = Slot(group[0].expert, np.zeros(1, np.int64), np.zeros((1, 1), np.float32))
-        yield group + [idle] * (slots - len(group))
+        if lacking := slots - len(group):
+            idle = Slot(group[0].expert, np.zeros(1, np.int64), np.zeros((1, 1), np.float32))
+            group += [idle] * lacking
+        yield group
+
+
+def _rows_beside(experts_N: Array, rows_N: Array, most: int) -> Array:
+    """int64 [2, N]: experts that fewer than `most` rows chose, and of the first rows what each
+    lacks.
+    """
+    rows_of: dict[int, list[int]] = {}
+    for expert, row in zip(experts_N.tolist(), rows_N.tolist(), strict=True):
+        rows_of.setdefault(expert, []).append(row)
+    pairs = [
+        (expert, row)
+        for expert, rows in rows_of.items()
+        if len(rows) < most
+        for row in [row for row in range(most) if row not in rows][: most - len(rows)]
+    ]
+    return np.array(pairs, np.int64).reshape(-1, 2).T

@@ -80,7 +80,7 @@ def onnxruntime_backend(nano: Build) -> OpenBackend:
     @functools.cache
     def open_backend(precision: Precision) -> Backend:
         build, spec = nano(precision), BuildSpec.load(nano(precision))
-        backend = OnnxRuntimeBackend(build, spec, HostDevice(), threads=2)
+        backend = OnnxRuntimeBackend(build, spec, HostDevice(), threads=2, batch_invariant=True)
         backend.load_weights(Weights.open(build, spec), no_progress)
         return backend
 

@@ -7,7 +7,8 @@ experts, several dense layers, 16-bit weights.
 
 from typing import Any
 
-from helpers import tiny_config, transformers_state
+from deepseek_v3 import deepseek_state
+from helpers import tiny_config
 from torch import Tensor
 
 YARN = tiny_config()["rope_scaling"]
@@ -96,7 +97,7 @@ def published_layer(raw: dict[str, Any], layer: int, state: dict[str, Tensor]) -
     module, config = _published(raw), published_config(raw)
     kind = "DeepseekV2DecoderLayer" if _is_v2(raw) else "DeepseekV3DecoderLayer"
     theirs = getattr(module, kind)(config, layer)
-    theirs.load_state_dict(transformers_state(state, raw["n_routed_experts"]))
+    theirs.load_state_dict(deepseek_state(state, raw["n_routed_experts"]))
     return theirs.requires_grad_(False).eval()
 
 
@@ -113,7 +114,7 @@ def published_model(raw: dict[str, Any], state: dict[str, Tensor]) -> Any:
 
     kind = DeepseekV2ForCausalLM if _is_v2(raw) else DeepseekV3ForCausalLM
     theirs = kind(published_config(raw))
-    theirs.load_state_dict(transformers_state(state, raw["n_routed_experts"]))
+    theirs.load_state_dict(deepseek_state(state, raw["n_routed_experts"]))
     return theirs.requires_grad_(False).eval()
 
 

@@ -49,7 +49,7 @@ def cuda_backends(nano: Build) -> OpenBackend:
     @functools.cache
     def open_backend(precision: Precision) -> Backend:
         build, spec = nano(precision), BuildSpec.load(nano(precision))
-        backend = OnnxRuntimeBackend(build, spec, CudaDevice.open())
+        backend = OnnxRuntimeBackend(build, spec, CudaDevice.open(), batch_invariant=True)
         backend.load_weights(Weights.open(build, spec), no_progress)
         return backend
 

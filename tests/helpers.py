@@ -135,36 +135,13 @@ def written(path: Path, raw: dict[str, Any], seed: int = 0, shards: int = 2) -> 
 
 def transformers_config(raw: dict[str, Any]) -> Any:
     """The same model for transformers: fp32, everything eager, no quantisation."""
-    from transformers import DeepseekV3Config
+    from deepseek_v3 import deepseek_config
 
-    dropped = ("model_type", "architectures", "quantization_config", "torch_dtype")
-    own = {k: v for k, v in raw.items() if k not in dropped}
-    return DeepseekV3Config(
-        **own, dtype="float32", attn_implementation="eager", experts_implementation="eager"
-    )
+    return deepseek_config(raw, "eager", experts_implementation="eager")
 
 
 def transformers_model(checkpoint: Checkpoint) -> Any:
-    """transformers' causal language model with the checkpoint's weights."""
-    from transformers import DeepseekV3ForCausalLM
+    """transformers' causal language model with the checkpoint's weights, everything eager."""
+    from deepseek_v3 import deepseek_model
 
-    model = DeepseekV3ForCausalLM(transformers_config(checkpoint.raw_config))
-    state = checkpoint.reference().state_dict()
-    model.load_state_dict(transformers_state(state, checkpoint.config.n_routed_experts))
-    return model.eval()
-
-
-def transformers_state(state: dict[str, Tensor], experts: int) -> dict[str, Tensor]:
-    """A state dict of ours, of any part of the model, with transformers' fused experts."""
-    fused = dict(state)
-    owners = {n.split("experts.0.")[0] for n in state if ".experts.0." in f".{n}"}
-    for owner in owners:
-
-        def stack(owner: str, part: str) -> Tensor:
-            names = [f"{owner}experts.{e}.{part}.weight" for e in range(experts)]
-            return torch.stack([fused.pop(name) for name in names])
-
-        gate_up = [stack(owner, "gate_proj"), stack(owner, "up_proj")]
-        fused[f"{owner}experts.gate_up_proj"] = torch.cat(gate_up, dim=1)
-        fused[f"{owner}experts.down_proj"] = stack(owner, "down_proj")
-    return fused
+    return deepseek_model(checkpoint, "eager", experts_implementation="eager")

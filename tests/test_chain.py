@@ -18,7 +18,7 @@ from graphs.tensorfile import Array
 from runtime.backends import BackendError
 from runtime.backends.onnxruntime import OnnxRuntimeBackend
 from runtime.cache_errors import CacheFullError, NonFiniteError
-from runtime.chain import Chain, LogitsError, StepError, step_mask
+from runtime.chain import Chain, LogitsError, StepError, _all_finite
 from runtime.parity import run_experts, runtime_parity
 from runtime.prefill import prefill
 from runtime.request import Request
@@ -254,6 +254,14 @@ def test_idle_slots_add_nothing_even_from_poisoned_rows(chain: Chain, least_rows
     assert (out[1] != 1.0).all() or np.isfinite(out[1]).all()
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_logit_that_is_not_finite_is_found(value: float) -> None:
+    logits = np.full((2, 5), 3e38, np.float32)
+    assert _all_finite(logits) and _all_finite(-logits) and _all_finite(logits[:0])
+    logits[1, 3] = value
+    assert not _all_finite(logits)
+
+
 def test_routing_groups_cover_every_choice_once_in_ascending_order() -> None:
     generator = np.random.default_rng(0)
     experts = np.stack([generator.permutation(20)[:4] for _ in range(7)])
@@ -274,21 +282,6 @@ def test_routing_groups_cover_every_choice_once_in_ascending_order() -> None:
         for k in range(4)
     }
     assert found == expected
-
-
-def test_the_mask_aligns_with_the_last_keys() -> None:
-    """Case 11: 3 new tokens on 5 cached, in a stride of 8; query i sees keys 0 … 5+i."""
-    mask = step_mask(np.array([5]), np.array([3]), S=3, L=8)[0, :, 0]
-    seen = mask == 0
-    assert seen[:5].all() and not seen[5:8].any()
-    np.testing.assert_array_equal(seen[8:], np.triu(np.ones((3, 3), bool)))
-    assert np.isfinite(mask).all()
-
-
-def test_padding_sees_itself_only() -> None:
-    mask = step_mask(np.array([2, 2]), np.array([1, 3]), S=3, L=4)[0, :, 0]
-    np.testing.assert_array_equal(mask[:, 1] == 0, [0, 0, 0, 0, 0, 1, 0])
-    np.testing.assert_array_equal(mask[:, 2] == 0, [0, 0, 0, 0, 0, 0, 1])
 
 
 def test_a_strided_view_is_refused_by_the_binding() -> None:
@@ -335,4 +328,4 @@ def test_parity_holds_on_the_other_backends_too(
     open_chain: OpenChain, nano: Build, precision: Precision
 ) -> None:
     found = runtime_parity(open_chain(precision), nano(precision))
-    assert found.passed and not found.not_run and len(found.rows) > 50
+    assert found.passed and not found.not_run and len(found.rows) > 40

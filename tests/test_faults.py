@@ -140,13 +140,12 @@ def test_nan_behind_a_shorter_sequence_reaches_no_other(open_chain: OpenChain) -
     poisoned: list[int] = []
 
     def poison(layer: int, block: Block) -> None:
-        new, mask = block.read("new"), block.read("mask").astype(np.float32)
-        B, S, _ = new.shape
+        positions = block.read("positions")
+        B, S = positions.shape
         if S == 1 and B > 1:
-            for b in range(B):
-                if not (mask[b, :-S, 0] == 0).any():  # it sees itself only: padding
-                    block.poison("new", b)
-                    poisoned.append(B)
+            for b in np.flatnonzero(positions[:, 0] >= chain.profile.tokens):  # of the 300 tokens
+                block.poison("new", int(b))
+                poisoned.append(B)
 
     tamper(chain, poison)
     assert [result.tokens for result in run(chain, requests)] == expected

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import Build
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("export", "graphs", "runtime")
 COMPILERS = {"tensorrt", "tensorrt_rtx", "polygraphy"}
+HEAVY = {"torch", "transformers", "onnxscript", "onnx_ir", "numba", "matplotlib"}
 
 
 def modules(folder: str) -> dict[str, ast.Module]:
@@ -97,18 +99,47 @@ def test_one_module_of_the_runtime_imports_torch() -> None:
     assert importers(("runtime",), {"torch"}) == {"runtime/cuda.py"}
 
 
-def test_running_on_the_cpu_needs_neither_torch_nor_a_compiler() -> None:
-    """Nor does importing what runs on a GPU, or `graphs`: they import torch inside functions."""
-    names = [path.removesuffix(".py").replace("/", ".") for path in modules("runtime")]
-    script = (
-        "import importlib, sys\n"
-        f"for name in {[n.removesuffix('.__init__') for n in names]}:\n"
-        "    importlib.import_module(name)\n"
-        f"heavy = {sorted(COMPILERS | {'torch', 'transformers', 'export'})}\n"
-        "print([name for name in heavy if name in sys.modules])\n"
-    )
+def modules_after(script: str, *arguments: str) -> list[str]:
+    """The heavy packages that a fresh interpreter has imported when the script has run."""
+    heavy = sorted(COMPILERS | HEAVY | {"export"})
+    shown = f"\nimport sys\nprint([name for name in {heavy} if name in sys.modules])\n"
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", script + shown, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+    found: list[str] = ast.literal_eval(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_interpreter_tells_what_it_imported() -> None:
+    assert modules_after("import onnx_ir, polygraphy.config") == ["onnx_ir", "polygraphy"]
+
+
+def test_importing_all_of_the_runtime_needs_neither_torch_nor_a_compiler() -> None:
+    """Nor does importing what runs on a GPU, or `graphs`: they import torch inside functions."""
+    names = [path.removesuffix(".py").replace("/", ".") for path in modules("runtime")]
+    imports = [f"import {name.removesuffix('.__init__')}" for name in names]
+    assert modules_after("\n".join(imports)) == []
+
+
+def test_generating_on_the_cpu_needs_neither_torch_nor_a_compiler(nano: Build) -> None:
+    """Sampling included; and no command's packages either."""
+    script = (
+        "import sys\n"
+        "from runtime import LLM, SamplingParams\n"
+        "with LLM.load(sys.argv[1], threads=1) as llm:\n"
+        "    for sampling in (SamplingParams(), SamplingParams(temperature=1, top_p=0.9)):\n"
+        "        done = llm.generate(['And it'], max_new_tokens=2, sampling=sampling)\n"
+        "        assert done[0].error is None and len(done[0].tokens) == 2\n"
+        "assert not {'typer', 'rich'} & set(sys.modules), 'the command line'\n"
+    )
+    assert modules_after(script, str(nano("fp32"))) == []
+
+
+def test_a_command_of_graphs_imports_no_exporter() -> None:
+    """The builders' processes and the commands start the sooner: onnxscript takes 0.6 s."""
+    assert modules_after("import graphs.__main__") == []

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from deepseek_v3 import deepseek_state
 from helpers import (
     random_state,
     tiny_checkpoint,
     tiny_config,
     transformers_config,
     transformers_model,
-    transformers_state,
 )
 from torch import Tensor
 
@@ -53,7 +53,7 @@ def published_layer(model: ReferenceModel, layer: int) -> Any:
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as published
 
     theirs = published.DeepseekV3DecoderLayer(transformers_config(RAW), layer)
-    state = transformers_state(model.block(layer).state_dict(), CONFIG.n_routed_experts)
+    state = deepseek_state(model.block(layer).state_dict(), CONFIG.n_routed_experts)
     theirs.load_state_dict(state)
     return theirs.requires_grad_(False).eval()
 

@@ -1,8 +1,7 @@
 """What runs the graphs: one protocol, one module per implementation."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from graphs.config import BlockType
 from graphs.tensorfile import Array
@@ -14,8 +13,7 @@ class BackendError(RuntimeError):
     """A run that failed; names graph and layer. What it was to write is not to be used."""
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """One expert's share of a run of the experts graph: rows [R] int64, gates [R,1] fp32, R ≥ 1.
 
     Both lie on the host; rows are distinct.

@@ -9,7 +9,7 @@ the other, on one stream. All functions take TensorRT's module, of either flavou
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -120,6 +120,7 @@ class Context:
         self, engine: Engine, context: Any, mode: Mode, scratch: tuple[int, int], stream: int
     ) -> None:
         self.engine, self.context, self.mode, self.stream = engine, context, mode, stream
+        self._shapes: dict[str, Sequence[int]] = {}
         if not context.set_optimization_profile_async(MODES.index(mode), stream):
             raise self._refused("the profile itself")
         engine.library.log.errors.clear()
@@ -127,17 +128,22 @@ class Context:
         if engine.library.log.errors:
             raise self._refused(f"{scratch[1]:,} bytes of scratch")
 
-    def bind(self, name: str, address: int) -> None:
-        """Where a tensor lies, from now on."""
-        if not self.context.set_tensor_address(name, address):
-            raise self._refused(f"address {address:#x} of {name}")
+    def bind(self, names: Sequence[str], addresses: Iterable[int]) -> None:
+        """Where tensors lie, from now on."""
+        set_address = self.context.set_tensor_address
+        for name, address in zip(names, addresses, strict=True):
+            if not set_address(name, address):
+                raise self._refused(f"address {address:#x} of {name}")
 
     def resize(self, name: str, shape: Sequence[int]) -> None:
-        """An input's shape, from now on."""
+        """An input's shape, from now on; TensorRT is told of another one only."""
+        if self._shapes.get(name) == shape:
+            return
         if not self.context.set_input_shape(name, tuple(shape)):
             bounds = self.engine.record.shapes[self.mode].get(name)
             admits = f" (it admits {bounds[0]} to {bounds[2]})" if bounds else ""
             raise self._refused(f"shape {tuple(shape)} of {name}{admits}")
+        self._shapes[name] = shape
 
     def run(self, of: str) -> None:
         """Enqueue a run; `of` says whose, for the error."""

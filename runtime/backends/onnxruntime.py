@@ -1,22 +1,24 @@
 """ONNX Runtime: the default backend, on the CPU, and the oracle of every other one.
 
 One session per graph serves all layers. A layer's weights are bound once, on the CPU as views of
-the mapped file; a step binds only what moves. There, bf16 and fp8 graphs run in their widened form,
-on the same files and cache bytes as the engines; on a GPU they run as they were exported.
+the mapped file; a step binds only what lies elsewhere than in the last one, or has another shape.
+There, bf16 and fp8 graphs run in their widened form, on the same files and cache bytes as the
+engines; on a GPU they run as they were exported.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from graphs.config import BlockType
-from graphs.replay import slot_of
 from graphs.session import ONNX_TYPE, open_session, ort_value
 from graphs.spec import GRAPHS, BuildSpec, GraphName, expert_weight
-from graphs.tensorfile import TensorFile
+from graphs.tensorfile import Array, TensorFile
 from runtime.backends import BackendError, Slot
 from runtime.device import Buffer, Device, Progress
 from runtime.weights import Weights
+
+_Place = tuple[str, int, int, tuple[int, ...], int]  # device, its number, type, shape, address
 
 
 class OnnxRuntimeBackend:
@@ -30,7 +32,7 @@ class OnnxRuntimeBackend:
         spec: BuildSpec,
         device: Device,
         threads: int = 0,
-        batch_invariant: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         """`batch_invariant`: a lone row runs as two, since one row has a kernel of its own.
 
@@ -42,26 +44,30 @@ class OnnxRuntimeBackend:
         self.sessions: dict[GraphName, Any] = {}
         for graph in GRAPHS:
             content = spec.onnx_bytes(build, graph)
-            self.sessions[graph] = open_session(spec, content, threads, device.stream)
-        self.layers: list[Any] = []
-        self.expert_weights: list[dict[str, Buffer]] = []
+            self.sessions[graph] = open_session(
+                spec, content, threads, device.stream, batch_invariant
+            )
+        self.layers: list[_Binding] = []
+        self.experts_binding, self.head_binding = self._binding("experts"), self._binding("head")
+        self._expert_weights: list[dict[int, list[_Place]]] = []  # of each layer and expert
         self._placed: list[dict[str, Buffer]] = []  # what is bound by address alone has to stay
-        self.experts_binding = self.sessions["experts"].io_binding()
-        self.head_binding = self.sessions["head"].io_binding()
+        names = [t.name for t in spec.graphs["experts"].weights]
+        self._slot_weights = [
+            [name for name in names if name.startswith(f"slots.{slot}.")]
+            for slot in range(spec.slots)
+        ]
 
     def load_weights(self, weights: Weights, progress: Progress) -> None:
         tables, head = (self._place(file, progress) for file in (weights.rope, weights.head))
+        self.head_binding.bind(head)
         for layer, file in enumerate(weights.layers):
             block = self.spec.config.block_type(layer)
             placed = self._place(file, progress)
-            binding = self.sessions[block].io_binding()
             own = {t.name: placed[t.name] for t in self.spec.graphs[block].weights}
-            for name, buffer in (tables | own).items():
-                self._bind(binding.bind_input, name, buffer)
-            self.layers.append(binding)
-            self.expert_weights.append({n: b for n, b in placed.items() if n not in own})
-        for name, buffer in head.items():
-            self._bind(self.head_binding.bind_input, name, buffer)
+            self.layers.append(self._binding(block))
+            self.layers[-1].bind(tables | own)
+            experts = range(self.spec.config.n_routed_experts if block == "moe" else 0)
+            self._expert_weights.append({e: self._weights_of(e, placed) for e in experts})
 
     def block(
         self,
@@ -71,7 +77,7 @@ class OnnxRuntimeBackend:
         outputs: Mapping[str, Buffer],
         group: int = 0,
     ) -> None:
-        self._run(block, self.layers[layer], inputs, outputs, f"layer {layer}")
+        self.layers[layer].run(inputs, outputs, f"layer {layer}")
 
     def experts(
         self,
@@ -81,51 +87,87 @@ class OnnxRuntimeBackend:
         acc: Buffer,
         spare: Buffer,
     ) -> tuple[Buffer, Buffer]:
+        weights = self._expert_weights[layer]
         for group in groups:
-            self._bind_experts(layer, group)
-            inputs = {"h": h, "acc": acc}
-            self._run("experts", self.experts_binding, inputs, {"acc_out": spare}, f"layer {layer}")
+            for index, slot in enumerate(group):
+                names = self._slot_weights[index]
+                for name, place in zip(names, weights[slot.expert], strict=True):
+                    self.experts_binding.bind_at(name, place)
+                self.experts_binding.give(f"rows_{index}", slot.rows)
+                self.experts_binding.give(f"gates_{index}", slot.gates)
+            self.experts_binding.run({"h": h, "acc": acc}, {"acc_out": spare}, f"layer {layer}")
             acc, spare = spare, acc
         return acc, spare
 
     def head(self, hidden: Buffer, logits: Buffer) -> None:
-        self._run("head", self.head_binding, {"hidden": hidden}, {"logits": logits}, "the model")
+        self.head_binding.run({"hidden": hidden}, {"logits": logits}, "the model")
 
     def close(self) -> None:
         """Nothing is kept from one start to the next."""
+
+    def _binding(self, graph: GraphName) -> "_Binding":
+        return _Binding(graph, self.sessions[graph], self.device)
 
     def _place(self, file: TensorFile, progress: Progress) -> dict[str, Buffer]:
         self._placed.append(self.device.place(file.tensors, progress))
         return self._placed[-1]
 
-    def _bind_experts(self, layer: int, group: Sequence[Slot]) -> None:
-        binding, weights = self.experts_binding, self.expert_weights[layer]
-        for tensor in self.spec.graphs["experts"].weights:
-            source = expert_weight(tensor.name, group[slot_of(tensor.name)].expert)
-            self._bind(binding.bind_input, tensor.name, weights[source])
-        for index, slot in enumerate(group):
-            binding.bind_ortvalue_input(f"rows_{index}", ort_value(slot.rows))
-            binding.bind_ortvalue_input(f"gates_{index}", ort_value(slot.gates))
+    def _weights_of(self, expert: int, placed: Mapping[str, Buffer]) -> list[_Place]:
+        """Where an expert's weights lie, in the order of a slot's."""
+        names = (expert_weight(name, expert) for name in self._slot_weights[0])
+        return [_place(self.device, placed[name]) for name in names]
 
-    def _run(
-        self,
-        graph: GraphName,
-        binding: Any,
-        inputs: Mapping[str, Buffer],
-        outputs: Mapping[str, Buffer],
-        of: str,
-    ) -> None:
-        for name, buffer in inputs.items():
-            self._bind(binding.bind_input, name, buffer)
+
+class _Binding:
+    """Where a graph's inputs and outputs lie, all of them in place."""
+
+    def __init__(self, graph: GraphName, session: Any, device: Device) -> None:
+        self.graph, self.session, self.device = graph, session, device
+        self._io = session.io_binding()
+        self.places: dict[str, _Place] = {}
+        self._given: dict[tuple[str, int], tuple[Array, _Place]] = {}
+
+    def bind(self, buffers: Mapping[str, Buffer]) -> None:
+        for name, buffer in buffers.items():
+            self.bind_at(name, _place(self.device, buffer))
+
+    def bind_at(self, name: str, place: _Place) -> None:
+        if self.places.get(name) != place:
+            self._io.bind_input(name, *place)
+            self.places[name] = place
+
+    def give(self, name: str, array: Array) -> None:
+        """An input from the host, as it is now.
+
+        On the CPU it is copied into an array of ours, one for each length, so that mostly the one
+        that is bound serves again. What is bound for a GPU is copied there at once.
+        """
+        if self.device.kind != "cpu":
+            self._io.bind_ortvalue_input(name, ort_value(array))
+            return
+        key = name, len(array)
+        if key not in self._given:
+            ours = array.copy()
+            self._given[key] = ours, _place(self.device, ours)
+        held, place = self._given[key]
+        held[...] = array
+        self.bind_at(name, place)
+
+    def run(self, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer], of: str) -> None:
+        """Raises BackendError; `of` says whose run it was."""
+        self.bind(inputs)
         for name, buffer in outputs.items():
-            self._bind(binding.bind_output, name, buffer)
+            place = _place(self.device, buffer)
+            if self.places.get(name) != place:
+                self._io.bind_output(name, *place)
+                self.places[name] = place
         try:
-            self.sessions[graph].run_with_iobinding(binding)
+            self.session.run_with_iobinding(self._io)
         except Exception as e:  # a type of its own for each of its statuses
-            raise BackendError(f"graph {graph}, {of}: {e}") from e
+            raise BackendError(f"graph {self.graph}, {of}: {e}") from e
 
-    def _bind(self, bind: Callable[..., None], name: str, buffer: Buffer) -> None:
-        """In place: an address, which also an empty buffer has."""
-        device = self.device
-        onnx_type, address = ONNX_TYPE[device.dtype(buffer)], device.address(buffer)
-        bind(name, device.kind, 0, onnx_type, tuple(buffer.shape), address)
+
+def _place(device: Device, buffer: Buffer) -> _Place:
+    """As ONNX Runtime takes it: by address, which also an empty buffer has."""
+    onnx_type, address = ONNX_TYPE[device.dtype(buffer)], device.address(buffer)
+    return device.kind, 0, onnx_type, tuple(buffer.shape), address

@@ -8,8 +8,10 @@ Experts come by number, so their contexts, one per mode, are bound anew for each
 from a table of addresses. Rows and gates of all slots of a layer go to the GPU in one copy.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +56,8 @@ class TensorRTBackend:
         self._slot_bytes = _most_slot_bytes(spec, max(profile.batch, profile.tokens, 2))
         self.scratch_bytes = self._engine_bytes + self._slot_bytes
         names = [t.name for t in spec.graphs["experts"].weights]
-        self._slot_weights = [
-            [name for name in names if name.startswith(f"slots.{slot}.")]
+        self._slot_inputs = [
+            [f"rows_{slot}", f"gates_{slot}", *(n for n in names if n.startswith(f"slots.{slot}."))]
             for slot in range(spec.slots)
         ]
 
@@ -100,7 +102,7 @@ class TensorRTBackend:
         self._weights = _Uploads(self._gpu, weights.device_bytes, progress)
         self._layers: list[Addresses] = []  # what every context of a layer is bound to
         self._blocks: dict[tuple[int, Mode, int], Context] = {}  # by layer, mode and group
-        self._experts: dict[tuple[int, int], list[int]] = {}  # by layer and expert: its weights'
+        self._experts: list[dict[int, list[int]]] = []  # of each layer and expert
         tables = self._weights.place(weights.rope.tensors)
         for layer, file in enumerate(weights.layers):
             block = config.block_type(layer)
@@ -109,11 +111,11 @@ class TensorRTBackend:
             self._layers.append(tables | own)
             for mode in MODES:
                 self._block_context(layer, mode, 0)
-            for expert in range(config.n_routed_experts if block == "moe" else 0):
-                names = (expert_weight(name, expert) for name in self._slot_weights[0])
-                self._experts[layer, expert] = [placed[name] for name in names]
+            experts = range(config.n_routed_experts if block == "moe" else 0)
+            self._experts.append({expert: self._addresses_of(expert, placed) for expert in experts})
         head = self._weights.place(weights.head.tensors)
         self._expert_contexts = {mode: self._context("experts", mode, {}) for mode in MODES}
+        self._slot_rows = {mode: [0] * self.spec.slots for mode in MODES}  # the last run's
         self._head_contexts = {mode: self._context("head", mode, head) for mode in MODES}
 
     def block(
@@ -138,19 +140,23 @@ class TensorRTBackend:
         acc: Buffer,
         spare: Buffer,
     ) -> tuple[Buffer, Buffer]:
-        context = self._expert_contexts[self._mode(h)]
-        places = self._upload(groups)
+        mode, weights, places = self._mode(h), self._experts[layer], self._upload(groups)
+        context, rows = self._expert_contexts[mode], self._slot_rows[mode]
+        sums = deque((buffer, self._gpu.address(buffer)) for buffer in (acc, spare))
+        context.resize("h", h.shape)
+        context.resize("acc", acc.shape)
+        context.bind(["h"], [self._gpu.address(h)])
         for group in groups:
-            for index, slot in enumerate(group):
-                names, addresses = self._slot_weights[index], self._experts[layer, slot.expert]
-                for name, address in zip(names, addresses, strict=True):
-                    context.bind(name, address)
-                for name, array in (f"rows_{index}", slot.rows), (f"gates_{index}", slot.gates):
-                    context.resize(name, array.shape)
-                    context.bind(name, next(places))
-            self._run(context, {"h": h, "acc": acc}, {"acc_out": spare}, f"layer {layer}")
-            acc, spare = spare, acc
-        return acc, spare
+            for index, (names, slot) in enumerate(zip(self._slot_inputs, group, strict=True)):
+                if rows[index] != len(slot.rows):
+                    context.resize(names[0], slot.rows.shape)
+                    context.resize(names[1], slot.gates.shape)
+                    rows[index] = len(slot.rows)
+                context.bind(names, (next(places), next(places), *weights[slot.expert]))
+            context.bind(("acc", "acc_out"), (address for _, address in sums))
+            context.run(f"layer {layer}")
+            sums.rotate()
+        return sums[0][0], sums[1][0]
 
     def head(self, hidden: Buffer, logits: Buffer) -> None:
         context = self._head_contexts[self._mode(hidden)]
@@ -176,22 +182,23 @@ class TensorRTBackend:
     def _context(self, graph: GraphName, mode: Mode, bound: Addresses) -> Context:
         scratch = self._gpu.address(self._scratch), self._engine_bytes
         context = self.engines[graph].context(mode, scratch, self._gpu.driver.stream)
-        for name, address in bound.items():
-            context.bind(name, address)
+        context.bind(list(bound), bound.values())
         return context
+
+    def _addresses_of(self, expert: int, placed: Addresses) -> list[int]:
+        """Of an expert's weights, in the order of a slot's."""
+        return [placed[expert_weight(name, expert)] for name in self._slot_inputs[0][2:]]
 
     def _upload(self, groups: Sequence[Sequence[Slot]]) -> Iterator[int]:
         """Copy every slot's rows and gates to the GPU; their addresses, in order."""
-        arrays = [a for group in groups for slot in group for a in (slot.rows, slot.gates)]
-        starts = np.cumsum([0, *(_aligned(a.nbytes) for a in arrays)])
-        packed = np.zeros(starts[-1], np.uint8)
-        for start, array in zip(starts, arrays, strict=False):
-            packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        arrays = (array for group in groups for slot in group for array in (slot.rows, slot.gates))
+        pieces = [_padded(array.tobytes()) for array in arrays]
+        packed = np.frombuffer(b"".join(pieces), np.uint8)
         if packed.size > len(self._slots):  # by no step's routing, which was provided for
             self._slots = self._gpu.zeros((packed.size,), packed.dtype)
-        if arrays:
+        if pieces:
             self._gpu.write(self._slots[: packed.size], packed)
-        return iter((self._gpu.address(self._slots) + starts).tolist())
+        return accumulate(map(len, pieces), initial=self._gpu.address(self._slots))
 
     def _run(
         self,
@@ -202,9 +209,8 @@ class TensorRTBackend:
     ) -> None:
         for name, buffer in inputs.items():
             context.resize(name, buffer.shape)
-            context.bind(name, self._gpu.address(buffer))
-        for name, buffer in outputs.items():
-            context.bind(name, self._gpu.address(buffer))
+        for buffers in (inputs, outputs):
+            context.bind(list(buffers), map(self._gpu.address, buffers.values()))
         context.run(of)
 
 
@@ -235,5 +241,6 @@ def _most_slot_bytes(spec: BuildSpec, rows: int) -> int:
     return (chosen + groups * spec.slots) * (8 + 4) + groups * spec.slots * 2 * ALIGNMENT
 
 
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
+def _padded(content: bytes) -> bytes:
+    """Up to the next boundary."""
+    return content.ljust(-(-len(content) // ALIGNMENT) * ALIGNMENT, b"\0")

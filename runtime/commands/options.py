@@ -29,7 +29,8 @@ Threads = Annotated[
 BatchInvariant = Annotated[
     bool,
     typer.Option(
-        help="Give each prompt what it gives beside others, at the cost of a lone one's speed."
+        "--batch-invariant",
+        help="Give each prompt, bit for bit, what it gives beside others; a lone one is slower.",
     ),
 ]
 Verify = Annotated[
@@ -53,7 +54,20 @@ Cache = Annotated[
         show_default="BATCH sequences of CONTEXT tokens",
     ),
 ]
-
+Sequences = Annotated[
+    list[int] | None,
+    typer.Option(
+        min=1, help="Sequences of a decode step; may be repeated.", show_default="1 and the most"
+    ),
+]
+Cached = Annotated[
+    list[int] | None,
+    typer.Option(
+        min=0,
+        help="Cached rows of each sequence; may be repeated.",
+        show_default="1000, and CONTEXT less a prompt's chunk",
+    ),
+]
 
 PromptTexts = Annotated[
     list[str] | None, typer.Option("--prompt", help="Text to go on from; may be repeated.")

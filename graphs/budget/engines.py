@@ -1,0 +1,80 @@
+"""What the builder said of built engines, held against their budget.
+
+Expected is the most scratch that an engine takes where nothing is copied, computed from the config
+(graphs/activation_budget.py), and the constants that the builder makes of any graph: weights would
+lie there that are not inputs. An engine fails that takes over 10 % more. Of scratch, that is its
+budget, above which `graphs compile` warns; it is computed anew here, since a manifest has the one
+of the version that built it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphs.activation_budget import MARGIN, expected_activation
+from graphs.engine_table import Engines
+from graphs.manifest import MODES, EngineRecord, Mode
+from graphs.spec import GRAPHS, BuildSpec, GraphName
+
+CONSTANTS = 8_000  # bytes; TensorRT-RTX 1.7.1 makes half as many, whatever the model
+
+
+@dataclass(frozen=True)
+class Built:
+    """One figure of an engine in bytes, None where the builder logged none, and what is expected.
+
+    `mode` is None for its constants, which both modes share.
+    """
+
+    model: str
+    precision: str
+    target: str
+    graph: GraphName
+    mode: Mode | None
+    found: int | None
+    expected: int
+
+    @property
+    def share(self) -> float | None:
+        return None if self.found is None else self.found / self.expected
+
+    @property
+    def too_much(self) -> bool:
+        return self.share is not None and self.share > MARGIN
+
+    def __str__(self) -> str:
+        what = "constants" if self.mode is None else f"scratch in {self.mode}"
+        return (
+            f"{self.model} {self.precision}, {self.target}, {self.graph}: at most "
+            f"{self.expected:,} bytes of {what} and {MARGIN - 1:.0%} more expected, found "
+            f"{self.found:,}: a weight or the cache is likely copied; `python -m graphs lint` "
+            "names a rule that is broken, `compile` what may be copied"
+        )
+
+
+def built_engines(manifest: Path) -> list[Built]:
+    """From build/<model>/<precision>/<folder>/manifest.json, with spec.json beside the folder.
+
+    Raises BuildError.
+    """
+    engines = Engines.load(manifest)
+    spec = BuildSpec.load(manifest.parent.parent)
+    return [
+        figure
+        for graph in GRAPHS
+        if (record := engines.manifest.engines.get(graph))
+        for figure in _figures(engines, spec, graph, record)
+    ]
+
+
+def _figures(
+    engines: Engines, spec: BuildSpec, graph: GraphName, record: EngineRecord
+) -> list[Built]:
+    profile, target = engines.manifest.profile, engines.manifest.target
+    found = [
+        (mode, record.activation_bytes[mode], expected_activation(spec, graph, mode, profile))
+        for mode in MODES
+    ]
+    return [
+        Built(engines.model, spec.precision, target, graph, mode, size, expected)
+        for mode, size, expected in (*found, (None, record.weight_bytes, CONSTANTS))
+    ]

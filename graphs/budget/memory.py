@@ -1,0 +1,95 @@
+"""What a model takes of GPUs' memory while it runs, and how many GPUs of a kind hold it.
+
+On a device lie all packed weights but the embedding, which stays on the host, the rope tables, the
+latent cache, and one scratch buffer that all engines share. The buffers of a step, some megabytes,
+are not counted.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from graphs.accounting import Account, Component
+from graphs.activation_budget import expected_activation
+from graphs.budget.gpus import Gpu
+from graphs.config import BlockType, ModelConfig
+from graphs.manifest import MODES, Profile
+from graphs.spec import GRAPHS, BuildSpec
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. `layers` are the weights of each, `cache` is a layer's; every device has `fixed`."""
+
+    layers: tuple[int, ...]
+    head: int
+    cache: int
+    scratch: int
+    rope: int
+
+    @property
+    def weights(self) -> int:
+        return sum(self.layers) + self.head + self.rope
+
+    @property
+    def cache_of_all_layers(self) -> int:
+        return self.cache * len(self.layers)
+
+    @property
+    def fixed(self) -> int:
+        return self.scratch + self.rope
+
+
+def cache_bytes(spec: BuildSpec, rows: int) -> int:
+    """Of so many rows of one layer's latent cache."""
+    return rows * spec.config.cache_width * (4 if spec.precision == "fp32" else 2)
+
+
+def memory(spec: BuildSpec, profile: Profile) -> Memory:
+    """With a cache for the profile's batch of sequences, each as long as it may be."""
+    account = Account.of(spec.config)
+
+    def packed(components: Iterable[Component]) -> int:
+        return account.figures(components).packed_bytes[spec.precision]
+
+    of_type: dict[BlockType, int] = {kind: packed(of) for kind, of in account.blocks.items()}
+    layers = range(spec.config.num_hidden_layers)
+    scratch = (expected_activation(spec, g, m, profile) for g in GRAPHS for m in MODES)
+    return Memory(
+        tuple(of_type[spec.config.block_type(layer)] for layer in layers),
+        packed(account.ends[1:]),
+        cache_bytes(spec, profile.batch * profile.context),
+        max(scratch),
+        rope_bytes(spec.config),
+    )
+
+
+def rope_bytes(config: ModelConfig) -> int:
+    """Of the tables of cosines and sines, fp32 in every precision."""
+    return 4 * config.max_position_embeddings * config.qk_rope_head_dim
+
+
+def cards_split_evenly(memory: Memory, gpu: Gpu) -> int | None:
+    """As few as hold all bytes, were every weight spread over them; None where scratch fills one.
+
+    A bound: nothing here splits a layer.
+    """
+    room = gpu.memory - memory.fixed
+    needed = sum(memory.layers) + memory.head + memory.cache_of_all_layers
+    return -(-needed // room) if room > 0 else None
+
+
+def cards_of_whole_layers(memory: Memory, gpu: Gpu) -> int | None:
+    """Cards that take whole layers in turn, each with its cache; None where a layer fits on none.
+
+    The head is on the last card.
+    """
+    room = gpu.memory - memory.fixed
+    pieces = [*(layer + memory.cache for layer in memory.layers), memory.head]
+    if max(pieces) > room:
+        return None
+    cards, left = 1, room
+    for piece in pieces:
+        if piece > left:
+            cards, left = cards + 1, room
+        left -= piece
+    return cards

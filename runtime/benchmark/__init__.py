@@ -1,0 +1,1 @@
+"""`python -m runtime bench`: how long each engine and the whole chain take, beside the roofline."""

@@ -1,0 +1,108 @@
+"""Which steps are measured, and a cache filled for one of them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from runtime.cache_errors import CacheError
+from runtime.chain import Chain, StepError
+from runtime.strides import least_stride
+
+USUAL_LENGTH = 1000
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: so many sequences, new tokens of each, and cached rows of each before it."""
+
+    batch: int
+    tokens: int
+    cached: int
+
+    @property
+    def rows(self) -> int:
+        """M."""
+        return self.batch * self.tokens
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"batch": self.batch, "tokens": self.tokens, "cached": self.cached}
+
+    def __str__(self) -> str:
+        return f"{self.batch} × {self.tokens} on {self.cached:,} cached rows"
+
+
+def usual_batches(chain: Chain) -> list[int]:
+    """One sequence, and as many as a step may have."""
+    return sorted({1, chain.profile.batch})
+
+
+def usual_lengths(chain: Chain) -> list[int]:
+    """1,000 rows, and the most on which a prefill step of the profile's tokens still fits."""
+    limit = min(chain.profile.context, chain.config.max_position_embeddings)
+    most = max(limit - chain.profile.tokens, 0)
+    return sorted({min(USUAL_LENGTH, most), most})
+
+
+def choose_cases(
+    chain: Chain, batches: Sequence[int], lengths: Sequence[int]
+) -> tuple[list[Case], list[str]]:
+    """Decode of each batch on each length, and prefill on nothing and on each length.
+
+    Also which of them are beyond a limit, and why.
+    """
+    tokens = chain.profile.tokens
+    decode = [Case(batch, 1, cached) for batch in batches for cached in lengths]
+    prefill = [Case(1, tokens, cached) for cached in (0, *lengths)] if tokens > 1 else []
+    cases: list[Case] = []
+    left_out: list[str] = []
+    for case in dict.fromkeys(decode + prefill):
+        try:
+            _require(chain, case)
+        except (StepError, CacheError) as e:
+            left_out.append(f"{case}: {e}")
+        else:
+            cases.append(case)
+    return cases, left_out
+
+
+def _require(chain: Chain, case: Case) -> None:
+    """Raises StepError or CacheError where a step of the case would be refused."""
+    longest = case.cached + case.tokens
+    chain.require("batch", case.batch, chain.profile.batch)
+    chain.require_length(longest)
+    chain.cache.require([longest] * case.batch)
+    if case.batch > 1:
+        chain.require("context", least_stride(case.batch, longest), chain.profile.context)
+
+
+@contextmanager
+def filled(chain: Chain, case: Case) -> Iterator[None]:
+    """The cache holds the case's sequences, of random rows, with room for its new tokens.
+
+    The rows are all sequences' the same, but each has them in its own slot.
+    """
+    cache = chain.cache
+    first = cache.allocate()
+    try:
+        _append_random(chain, case.cached)
+        for _ in range(case.batch - 1):
+            cache.fork(first)
+        cache.reserve(0, [case.tokens] * case.batch)
+        yield
+    finally:
+        for handle in reversed(cache.handles):
+            cache.free(handle)
+
+
+def _append_random(chain: Chain, count: int) -> None:
+    """To the sequence in slot 0, in pieces as long as what a step can stage."""
+    staged, random = chain.buffers.staged, np.random.default_rng(0)
+    rows = random.standard_normal(tuple(staged.shape), np.float32).astype(chain.activation)
+    chain.device.write(staged, rows)
+    for start in range(0, count, rows.shape[1]):
+        piece = min(rows.shape[1], count - start)
+        chain.cache.reserve(0, [piece])
+        chain.cache.commit(0, chain.buffers.staged_rows(1, piece), [[0] * piece])

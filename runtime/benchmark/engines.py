@@ -1,0 +1,128 @@
+"""Each graph alone: runs on random inputs, with the weights of another layer every time.
+
+So that what one layer's run left in a GPU's cache does not speed up the next. Inputs are bound as
+in a step: the cache's own rows as context, and the step's buffers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import numpy as np
+
+from graphs.config import BlockType
+from graphs.spec import GraphName
+from graphs.tensorfile import Array
+from runtime.backends import Slot
+from runtime.benchmark.cases import Case
+from runtime.chain import Chain, step_positions
+from runtime.device import Buffer
+from runtime.routing import expert_slots
+
+BLOCKS: tuple[BlockType, ...] = ("dense", "moe")
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """`run` gives one run to the device, of the next of so many layers; of experts a layer's all.
+
+    `sizes` are those of the case that it depends on; `outputs` what runs write that a reader of
+    random inputs can hold to be finite.
+    """
+
+    graph: GraphName
+    sizes: dict[str, int]
+    layers: int
+    run: Callable[[], object]
+    outputs: Sequence[Buffer]
+
+
+def engine_runs(chain: Chain, case: Case) -> Iterator[EngineRun]:
+    """Of a case that the cache was filled for; each is to be used up before the next is made."""
+    random = np.random.default_rng(0)
+    for block in BLOCKS:
+        if chain.config.count(block):
+            yield _block(chain, case, block, random)
+    if chain.config.count("moe"):
+        yield _experts(chain, case, random)
+    yield _head(chain, case.batch, random)
+
+
+def _block(chain: Chain, case: Case, block: BlockType, random: np.random.Generator) -> EngineRun:
+    device, buffers, (B, S, M) = chain.device, chain.buffers, (case.batch, case.tokens, case.rows)
+    lengths = np.full(B, case.cached)
+    x, y = (stream[:M] for stream in buffers.streams)
+    device.write(x, _noise(random, x))
+    common = {
+        "x": x.reshape(B, S, -1),
+        "positions": buffers.written(buffers.positions, step_positions(lengths, S, chain.config)),
+    }
+    own: dict[str, Buffer] = {"y": y.reshape(B, S, -1)}
+    if block == "moe":
+        experts, gates = buffers.routing.buffers(M)
+        own = {"acc": y, "h": buffers.h[:M], "experts": experts, "expert_weights": gates}
+
+    def bound(layer: int) -> tuple[int, dict[str, Buffer], dict[str, Buffer]]:
+        inputs = common | {"context": chain.cache.context(layer, 0, B)}
+        return layer, inputs, own | {"new": buffers.staged[layer, :M].reshape(B, S, -1)}
+
+    layers = _layers(chain, block)
+    turns = cycle([bound(layer) for layer in layers])
+    outputs = [y, *(buffers.staged[layer, :M] for layer in layers[:1])]
+    run = _run_block(chain, block, turns)
+    return EngineRun(block, case.sizes, len(layers), run, outputs)
+
+
+def _run_block(
+    chain: Chain,
+    block: BlockType,
+    turns: Iterator[tuple[int, dict[str, Buffer], dict[str, Buffer]]],
+) -> Callable[[], None]:
+    def run() -> None:
+        layer, inputs, outputs = next(turns)
+        chain.backend.block(block, layer, inputs, outputs)
+
+    return run
+
+
+def _experts(chain: Chain, case: Case, random: np.random.Generator) -> EngineRun:
+    """All that a layer's step runs, its routing drawn with every expert as likely as another."""
+    device, buffers, M = chain.device, chain.buffers, case.rows
+    h, (acc, spare) = buffers.h[:M], (stream[:M] for stream in buffers.streams)
+    for buffer in (h, acc):
+        device.write(buffer, _noise(random, buffer).astype(device.dtype(buffer)))
+    layers = _layers(chain, "moe")
+    turns = cycle([(layer, _routing(chain, M, random)) for layer in layers])
+
+    def run() -> None:
+        layer, groups = next(turns)
+        chain.backend.experts(layer, groups, h, acc, spare)
+
+    sizes = {"batch": case.batch, "tokens": case.tokens}
+    return EngineRun("experts", sizes, len(layers), run, [spare])
+
+
+def _routing(chain: Chain, M: int, random: np.random.Generator) -> list[list[Slot]]:
+    E, K = chain.config.n_routed_experts, chain.config.num_experts_per_tok
+    experts = random.random((M, E)).argsort(axis=1)[:, :K]
+    gates = np.full((M, K), 1 / K, np.float32)
+    every, least = np.ones(M, bool), chain.backend.least_rows
+    return list(expert_slots(experts, gates, every, chain.spec.slots, least))
+
+
+def _head(chain: Chain, rows: int, random: np.random.Generator) -> EngineRun:
+    hidden, logits = chain.buffers.head(rows)
+    chain.device.write(hidden, _noise(random, hidden))
+    return EngineRun(
+        "head", {"batch": rows}, 1, lambda: chain.backend.head(hidden, logits), [logits]
+    )
+
+
+def _layers(chain: Chain, block: BlockType) -> list[int]:
+    every = range(chain.config.num_hidden_layers)
+    return [layer for layer in every if chain.config.block_type(layer) == block]
+
+
+def _noise(random: np.random.Generator, like: Buffer) -> Array:
+    noise: Array = random.standard_normal(tuple(like.shape), np.float32)
+    return noise
