@@ -252,7 +252,7 @@ def test_8_shapes_that_do_not_go_together(nano: Build, tmp_path: Path) -> None:
     set_shape = ready.context.set_input_shape
     assert set_shape("positions", (1, 1))
     ready.refused(ready.run(), "batch is 1, and 2 elsewhere")
-    assert set_shape("positions", (2, 1)) and set_shape("context", (1, 5, 72))
+    assert set_shape("positions", (2, 1)) and set_shape("context", (1, 5, 144))
     ready.refused(ready.run(), "context: batch is 1, and 2 elsewhere")
 
 
