@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from onnx import TensorProto, helper
+from onnx import helper
 
 from graphs.config import BlockType
 from graphs.manifest import Profile
+from graphs.ops import OPSET
+from graphs.session import ONNX_TYPE
 from graphs.spec import BuildSpec, GraphName, GraphSpec, TensorSpec
 from graphs.tensorfile import DTYPES, Array, TensorFile
 from runtime.backends import Backend, Slot
@@ -144,11 +146,11 @@ def _constant_graph(graph: GraphSpec, rows: int, experts: Array) -> onnx.ModelPr
     nodes = [helper.make_node("Identity", [f"{t.name}_is"], [t.name]) for t in graph.outputs]
     inputs, outputs = (list(map(_value_info, side)) for side in (graph.inputs, graph.outputs))
     made = helper.make_graph(nodes, graph.name, inputs, outputs, initializer=constants)
-    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
+    return helper.make_model(made, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=11)
 
 
 def _onnx_type(tensor: TensorSpec) -> int:
-    return int(TensorProto.DataType.Value(tensor.dtype.upper()))
+    return int(ONNX_TYPE[DTYPES[tensor.dtype][1]])
 
 
 def _value_info(tensor: TensorSpec) -> onnx.ValueInfoProto:

@@ -4,7 +4,7 @@
 
 Three chains take turns: K2's 61 layers, as many dense ones, and a single dense one. What they
 differ by is what a layer of each type costs; the rest is what a step costs whatever its layers:
-checks, mask, embedding, logits, commit. On TensorRT torch's CPU tensors stand in for a GPU's
+checks, embedding, logits, commit. On TensorRT torch's CPU tensors stand in for a GPU's
 memory, so neither the driver's calls nor the copies' latency are in it.
 """
 

@@ -45,8 +45,8 @@ def open_session(
     cuda_stream: int | None = None,
     row_invariant: bool = False,
 ) -> Any:
-    """A session of one graph: on the CPU fp32 with large linear layers as convolutions, other
-    precisions in their widened form.
+    """A session of one graph: on the CPU fp32 with large linear layers as convolutions of few
+    rows, other precisions in their widened form.
 
     `threads` is ONNX Runtime's thread count, 0 for one per core. `row_invariant` leaves the linear
     layers as they are: what one makes of a row is then the same, bit for bit, beside however many

@@ -128,12 +128,19 @@ class BuildSpec:
         """Of the latent cache and of the rows that a step adds to it."""
         return "float" if self.precision == "fp32" else "bfloat16"
 
+    @property
+    def slot_weights(self) -> list[list[TensorSpec]]:
+        """What the experts graph reads of an expert in each slot, in the same order in all."""
+        weights = self.graphs["experts"].weights
+        prefixes = (f"slots.{slot}." for slot in range(self.slots))
+        return [[t for t in weights if t.name.startswith(prefix)] for prefix in prefixes]
+
     def layer_tensors(self, layer: int) -> dict[str, TensorSpec]:
         """What a layer's file holds: its block's weights, and those of every routed expert."""
         block = self.config.block_type(layer)
         tensors = {t.name: t for t in self.graphs[block].weights}
         if block == "moe":
-            slot = [t for t in self.graphs["experts"].weights if t.name.startswith("slots.0.")]
+            slot = self.slot_weights[0]
             for expert in range(self.config.n_routed_experts):
                 tensors |= {expert_weight(t.name, expert): t for t in slot}
         return tensors

@@ -28,7 +28,7 @@ from runtime.cache_errors import CacheError
 from runtime.chain import Chain, StepError
 from runtime.commands import options as arg
 from runtime.commands.jobs import Job, make_jobs
-from runtime.commands.options import cache_option, given_prompts, load_options
+from runtime.commands.options import given_prompts, load_options
 from runtime.commands.results import Results, json_line, plain_text
 from runtime.commands.run_jobs import run_jobs, stream_job
 from runtime.commands.signals import Interruption, without_traceback
@@ -85,10 +85,8 @@ def generate(
     Exit status 1 where one ended in an error. SIGINT or SIGTERM keeps what is finished by then.
     """
     limits = {"context": context, "batch": batch, "chunk": chunk}
-    options = load_options(backend, provider, engines, threads, verify, limits)
+    options = load_options(backend, provider, engines, threads, verify, limits, cache)
     options["batch_invariant"] = batch_invariant
-    if cache is not None:
-        options["cache"] = cache_option(cache)
     sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     common: GenerationOptions = {
         "max_new_tokens": max_new_tokens,
@@ -218,9 +216,7 @@ def bench(
     to be.
     """
     limits = {"context": context, "batch": batch, "chunk": chunk}
-    options = load_options(backend, provider, engines, threads, verify, limits)
-    if cache is not None:
-        options["cache"] = cache_option(cache)
+    options = load_options(backend, provider, engines, threads, verify, limits, cache)
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise BuildError(f"{out}: a file in a folder that exists expected for --out")
     chain = _load(build, options)

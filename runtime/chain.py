@@ -3,9 +3,9 @@
 A step takes new tokens for a contiguous range of the cache's slots, in one of the two modes that an
 engine has a profile for: decode, one token each of several sequences, or prefill, several tokens of
 one. It checks every limit before anything runs, runs all blocks, and commits the new cache rows of
-all layers when all of them have succeeded. A padded row is routed to no expert
-and never committed: that of a sequence which brings no token to a decode step, and of one that
-stands beside a lone token, where a backend would give one row a kernel of its own.
+all layers when all of them have succeeded. A padded row is routed to no expert and never committed:
+that of a sequence which brings no token to a decode step, and of one that stands beside a lone
+token, where a backend would give one row a kernel of its own.
 """
 
 from collections.abc import Sequence

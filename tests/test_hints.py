@@ -551,11 +551,11 @@ CASE = Case("case", "dense", 0, "chunk")
 
 
 def right_mask(lengths: list[int], S: int, L: int) -> Array:
-    """[B, L+S, 1, S], keys-major: 0 where query s of sequence b sees key t, else MASKED."""
+    """[B, L+S, S], keys-major: 0 where query s of sequence b sees key t, else MASKED."""
     index, query = np.arange(L + S)[:, None], np.arange(S)
     cached = index < np.array(lengths)[:, None, None]
     seen = np.where(index < L, cached, index - L <= query)
-    return np.where(seen, np.float32(0), np.float32(MASKED))[:, :, None, :]
+    return np.where(seen, np.float32(0), np.float32(MASKED))
 
 
 def test_a_mask_aligned_to_the_wrong_corner() -> None:
@@ -563,7 +563,7 @@ def test_a_mask_aligned_to_the_wrong_corner() -> None:
     right = right_mask([5], 3, 5)
     wrong = np.full_like(right, MASKED)
     for query in range(3):
-        wrong[0, : query + 1, 0, query] = 0
+        wrong[0, : query + 1, query] = 0
     (hint,) = mask_hint(CASE, "mask", wrong, right, 5)
     assert hint.cause == "mask_aligned_to_wrong_corner"
     assert mask_hint(CASE, "mask", right, right, 5) == []
@@ -572,7 +572,7 @@ def test_a_mask_aligned_to_the_wrong_corner() -> None:
 def test_a_mask_with_one_key_flipped_gets_no_hint() -> None:
     right = right_mask([5, 2], 3, 6)
     wrong = right.copy()
-    wrong[1, 3, 0, 1] = 0
+    wrong[1, 3, 1] = 0
     assert mask_hint(CASE, "mask", wrong, right, 6) == []
 
 

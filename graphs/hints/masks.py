@@ -1,7 +1,7 @@
 """What a wrong mask, or wrong positions, say of the lengths and the order that made them.
 
-A mask is [B, L+S, 1, S], keys-major: L cached rows of which a sequence has the first `length`, then
-the step's own S keys. It is read from what is visible alone, so a mask and masked scores serve.
+A mask is [B, L+S, S], keys-major: L cached rows of which a sequence has the first `length`, then
+the step's own S keys. It is read from what is visible alone, so masked scores serve.
 
 1. the causal mask is off by one: query i sees own key i+1, or not its own key i;
 2. the context length is off by one: a row too many, or one too few;
@@ -23,7 +23,7 @@ from graphs.tensorfile import Array
 
 def mask_hint(case: Case, tap: str, found: Array, expected: Array, cached: int) -> list[Hint]:
     """cached: the L of the masks. Nothing where not just one fault explains every key."""
-    visible, wanted = found[:, :, 0] > MASKED / 2, expected[:, :, 0] > MASKED / 2
+    visible, wanted = found > MASKED / 2, expected > MASKED / 2
     if (visible == wanted).all():
         return []
     lengths = wanted[:, :cached].sum(axis=1)[:, :1]  # [B,1], the same for every query

@@ -16,7 +16,7 @@ from graphs.tensorfile import Array
 def attention_hints(evidence: Evidence, tap: str) -> list[Hint]:
     """Of the masked scores [B,H,S,T]."""
     found, expected = evidence.computed(tap), evidence.expected(tap)
-    masks = [scores[:, 0].transpose(0, 2, 1)[:, :, None] for scores in (found, expected)]
+    masks = [scores[:, 0].transpose(0, 2, 1) for scores in (found, expected)]
     cached = evidence.inputs["context"].shape[1]
     if hints := mask_hint(evidence.case, tap, masks[0], masks[1], cached):
         return hints

@@ -51,11 +51,7 @@ class OnnxRuntimeBackend:
         self.experts_binding, self.head_binding = self._binding("experts"), self._binding("head")
         self._expert_weights: list[dict[int, list[_Place]]] = []  # of each layer and expert
         self._placed: list[dict[str, Buffer]] = []  # what is bound by address alone has to stay
-        names = [t.name for t in spec.graphs["experts"].weights]
-        self._slot_weights = [
-            [name for name in names if name.startswith(f"slots.{slot}.")]
-            for slot in range(spec.slots)
-        ]
+        self._slot_weights = [[t.name for t in weights] for weights in spec.slot_weights]
 
     def load_weights(self, weights: Weights, progress: Progress) -> None:
         tables, head = (self._place(file, progress) for file in (weights.rope, weights.head))

@@ -55,10 +55,9 @@ class TensorRTBackend:
         self._engine_bytes = max(engine.scratch_bytes for engine in engines.values())
         self._slot_bytes = _most_slot_bytes(spec, max(profile.batch, profile.tokens, 2))
         self.scratch_bytes = self._engine_bytes + self._slot_bytes
-        names = [t.name for t in spec.graphs["experts"].weights]
         self._slot_inputs = [
-            [f"rows_{slot}", f"gates_{slot}", *(n for n in names if n.startswith(f"slots.{slot}."))]
-            for slot in range(spec.slots)
+            [f"rows_{slot}", f"gates_{slot}", *(t.name for t in weights)]
+            for slot, weights in enumerate(spec.slot_weights)
         ]
 
     @classmethod

@@ -123,8 +123,11 @@ def load_options(
     threads: int | None,
     verify: bool,
     limits: Mapping[str, int | None] | None = None,
+    cache: str | None = None,
 ) -> LoadOptions:
     """As `load_chain` takes them; `limits`: batch, chunk and context, where they were given.
+
+    `cache`: rows, or memory.
 
     Raises BadParameter where an option is another backend's.
     """
@@ -150,12 +153,9 @@ def load_options(
         )
     elif engines is not None:
         options["engines"] = engines
+    if cache is not None:
+        options["cache"] = int(cache) if cache.isdecimal() else cache
     return options
-
-
-def cache_option(cache: str) -> int | str:
-    """Rows, or memory, which `load_chain` reads."""
-    return int(cache) if cache.isdecimal() else cache
 
 
 def given_prompts(
