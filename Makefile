@@ -29,7 +29,7 @@ GOLDEN_OPTIONS ?=
 PYTHON := .venv/bin/python
 NAME := $(if $(PRESET),$(PRESET),$(notdir $(abspath $(MODEL))))
 SOURCE := $(if $(PRESET),--preset $(PRESET),--checkpoint $(MODEL))
-CONFIG := $(if $(PRESET),graphs/presets/$(PRESET).json,$(MODEL)/config.json)
+CONFIG := $(if $(PRESET),graphs/contract/presets/$(PRESET).json,$(MODEL)/config.json)
 GRAPHS := dense moe experts head
 PRECISIONS := fp32 bf16 fp8
 BUILD := build/$(NAME)/$(PRECISION)
@@ -39,9 +39,9 @@ GPU = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/nu
 SM := $(if $(filter auto,$(TARGET)),sm$(or $(GPU),120),$(TARGET))
 ENGINES := $(BUILD)/$(COMPILER)-$(SM)-b$(BATCH)t$(TOKENS)c$(CONTEXT)
 
-EXPORT_SOURCES := $(wildcard export/*.py graphs/*.py graphs/ops/*.py graphs/passes/*.py)
-SYNTHETIC_SOURCES := export/synthetic.py export/random_weights.py export/write_shards.py
-RUNTIME_SOURCES := $(wildcard graphs/*.py graphs/passes/*.py graphs/hints/*.py runtime/*.py runtime/backends/*.py)
+EXPORT_SOURCES := $(shell find export graphs/contract graphs/ops graphs/passes -name '*.py') graphs/parity/taps.py
+SYNTHETIC_SOURCES := export/synthetic/make.py export/synthetic/random_weights.py export/synthetic/write_shards.py
+RUNTIME_SOURCES := $(shell find graphs/contract graphs/ops graphs/passes graphs/parity runtime -name '*.py') graphs/session.py
 REPORT_SOURCES := $(wildcard graphs/report/*.*)
 FINDINGS := parity/graphs.json parity/chain.json
 CHECKPOINT := $(if $(PRESET),,$(wildcard $(MODEL)/*.json $(MODEL)/*.safetensors $(MODEL)/*.model))
@@ -103,16 +103,16 @@ FULL_MAKE = $(MAKE) --no-print-directory MODEL=$(FULL)/$1/checkpoint NAME=full-s
 
 $(FULL)/k2/checkpoint/config.json: LAYERS := 2
 $(FULL)/k2-dense/checkpoint/config.json: LAYERS := 1
-$(FULL_CHECKPOINTS): graphs/presets/k2.json $(SYNTHETIC_SOURCES) | .venv/.installed
+$(FULL_CHECKPOINTS): graphs/contract/presets/k2.json $(SYNTHETIC_SOURCES) | .venv/.installed
 	@rm -rf $(dir $(@D)) # with what was packed from an older one, or the disk would have to hold both
 	$(PYTHON) -m export synthetic --preset k2 --layers $(LAYERS) --vocab 1024 --out $(@D)
 
 # The same model with its routed experts in INT4, and its fp8 build, made by the rules above likewise.
 INT4 := build/$(NAME)/int4
 
-$(INT4)/checkpoint/config.json: $(CHECKPOINT) bench/int4_checkpoint.py graphs/presets/k2-thinking.json \
-		export/write_checkpoint.py export/group_int4.py | .venv/.installed
-	$(PYTHON) bench/int4_checkpoint.py $(MODEL) $(@D)
+$(INT4)/checkpoint/config.json: $(CHECKPOINT) bench/quality/int4_checkpoint.py graphs/contract/presets/k2-thinking.json \
+		export/synthetic/write_checkpoint.py export/checkpoint/group_int4.py | .venv/.installed
+	$(PYTHON) -m bench.quality.int4_checkpoint $(MODEL) $(@D)
 
 # Every preset's engines, for every generation of RTX cards that has FP8.
 PRESETS := k2 k2-0905 k2-thinking k2.5 deepseek-v3 deepseek-v3.1 moonlight deepseek-v2-lite
@@ -150,10 +150,10 @@ evaluate: $(PRECISIONS:%=build/$(NAME)/%/.weights) ## bits per byte of the held-
 
 quality: $(foreach p,$(PRECISIONS),build/$(NAME)/$p/.weights $(WEIGHTS_$p)) $(INT4)/checkpoint/config.json ## what each precision and each kind of linear layer costs on the held-out text (TEXT=; 10 minutes)
 	@$(MAKE) --no-print-directory MODEL=$(INT4)/checkpoint NAME=$(NAME)/int4 PRECISIONS=fp8 PRECISION=fp8 weights
-	$(PYTHON) bench/quality.py $(MODEL) build/$(NAME) --text $(TEXT)
+	$(PYTHON) -m bench.quality.quality $(MODEL) build/$(NAME) --text $(TEXT)
 
 train: .venv/.installed ## train k2-nano anew into build/trained (about 12 minutes)
-	$(PYTHON) models/train.py --out build/trained
+	$(PYTHON) -m models.train --out build/trained
 
 full-size: $(FULL_CHECKPOINTS) ## parity of K2 layers at full width with random weights: dense fp32 and fp8, MoE fp8 (40 GB of disk, 6 minutes)
 	@$(call FULL_MAKE,k2-dense,fp32) parity
@@ -161,29 +161,29 @@ full-size: $(FULL_CHECKPOINTS) ## parity of K2 layers at full width with random 
 
 bench: $(FULL)/k2-dense/checkpoint/config.json build/$(NAME)/fp32/.weights build/$(NAME)/fp8/.weights ## speed beside transformers and what memory allows, batching, overhead, start-up, compile time, in build/bench (3 GB of disk, 15 minutes)
 	@$(call FULL_MAKE,k2-dense,fp32) weights
-	$(PYTHON) bench/run.py measure $(FULL)/k2-dense/fp32 $(FULL)/k2-dense/checkpoint build/$(NAME)/fp32 $(MODEL) \
+	$(PYTHON) -m bench.speed.run measure $(FULL)/k2-dense/fp32 $(FULL)/k2-dense/checkpoint build/$(NAME)/fp32 $(MODEL) \
 		--text $(TEXT) --out build/bench
-	@for p in fp32 fp8; do $(PYTHON) bench/batching.py build/$(NAME)/$$p; done
+	@for p in fp32 fp8; do $(PYTHON) -m bench.speed.batching build/$(NAME)/$$p; done
 	@$(MAKE) --no-print-directory PRESET=k2 PRECISION=fp8 graphs
-	$(PYTHON) bench/overhead.py build/k2/fp8
-	$(PYTHON) bench/startup.py build/$(NAME)/fp32 build/$(NAME)/fp8
-	$(PYTHON) bench/compile_time.py
+	$(PYTHON) -m bench.host.overhead build/k2/fp8
+	$(PYTHON) -m bench.host.startup build/$(NAME)/fp32 build/$(NAME)/fp8
+	$(PYTHON) -m bench.host.compile_time
 
 bench-moe: $(FULL)/k2/checkpoint/config.json ## full width: a MoE decode step's seconds and memory, packing against cp, and killed (40 GB of disk, 10 minutes)
 	@$(call FULL_MAKE,k2,fp8) weights
-	$(PYTHON) bench/moe_step.py $(FULL)/k2/fp8
-	$(PYTHON) bench/packing.py $(FULL)/k2/checkpoint $(FULL)/k2/fp8
+	$(PYTHON) -m bench.full_width.moe_step $(FULL)/k2/fp8
+	$(PYTHON) -m bench.full_width.packing $(FULL)/k2/checkpoint $(FULL)/k2/fp8
 
 bench-forms: $(FULL)/k2-dense/checkpoint/config.json ## scratch and time of each form of attention that was tried (3 GB of disk, 5 minutes)
 	@$(call FULL_MAKE,k2-dense,fp32) weights
 	@$(MAKE) --no-print-directory PRESET=k2 PRECISION=fp8 graphs
-	$(PYTHON) bench/attention_forms.py build/k2/fp8 --run $(FULL)/k2-dense/fp32
+	$(PYTHON) -m bench.attention_forms build/k2/fp8 --run $(FULL)/k2-dense/fp32
 
 gpu-bench: $(BUILD)/.weights $(WEIGHTS_$(PRECISION)) $(ENGINES)/.engines $(GRAPHS:%=$(ENGINES)/%.engine) $(ENGINES)/manifest.json ## each engine and the chain on this machine's GPU beside its roofline, in build/NAME/PRECISION/bench.json
 	$(PYTHON) -m runtime bench $(BUILD) --backend tensorrt --engines $(ENGINES) --out $(BUILD)/bench.json
 
 gpu-check: $(foreach p,$(PRECISIONS),build/$(NAME)/$p/.golden $(WEIGHTS_$p) $(GOLDENS_$p)) ## the runtime's tests and parity of all precisions on this machine's GPU, in one table
-	@$(PYTHON) bench/gpu_check.py $(PRECISIONS:%=build/$(NAME)/%)
+	@$(PYTHON) -m bench.gpu_check $(PRECISIONS:%=build/$(NAME)/%)
 
 lint: .venv/.installed ## ruff and mypy
 	.venv/bin/ruff check .

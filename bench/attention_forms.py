@@ -1,7 +1,7 @@
 """What each form of LatentAttention costs: the builder's scratch, and ONNX Runtime's time.
 
     make graphs PRESET=k2
-    python bench/attention_forms.py build/k2/fp8 --run build/full-size/k2-dense/fp32
+    python -m bench.attention_forms build/k2/fp8 --run build/full-size/k2-dense/fp32
 
 A form is the op's body with parts of its text replaced. Engines are TensorRT-RTX's for SM120, of
 the dense block, each in a process of its own. With --run the forms also run one layer of a build
@@ -22,16 +22,16 @@ from onnx import parser
 from rich.table import Table
 
 from graphs.cli import make_app, run, wide_console
-from graphs.manifest import MODES, Profile
+from graphs.contract.manifest import MODES, Profile
+from graphs.contract.shapes import input_bounds
+from graphs.contract.spec import BuildSpec
+from graphs.contract.tensorfile import Array
+from graphs.engines.tensorrt import build_engine
 from graphs.ops import latent_attention
 from graphs.passes.inline import inline
 from graphs.session import open_session, ort_value
-from graphs.shapes import input_bounds
-from graphs.spec import BuildSpec
-from graphs.tensorfile import Array
-from graphs.tensorrt import build_engine
-from runtime.measurements import in_turns
-from runtime.weights import Weights
+from runtime.benchmark.measurements import in_turns
+from runtime.devices.weights import Weights
 
 OP = "LatentAttention"
 CONTEXTS = (4096, 32768)

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import matplotlib
 import typer
 
-from graphs.activation_budget import MARGIN
 from graphs.budget.engines import Built, built_engines
 from graphs.budget.gpus import GPUS
 from graphs.budget.model import ModelBudget, model_budget, tokens_per_second
 from graphs.cli import make_app, run
-from graphs.manifest import MODES, Mode, Profile
+from graphs.contract.manifest import MODES, Mode, Profile
+from graphs.engines.activation_budget import MARGIN
 
 matplotlib.use("Agg")  # no screen
 from matplotlib import pyplot

@@ -19,12 +19,13 @@ import typer
 from rich.table import Table
 
 from graphs.cli import make_app, run, wide_console
-from graphs.compile import compile_build
-from graphs.spec import BuildSpec
-from graphs.targets import LEAST_TARGET, TARGETS, CompileError
-from graphs.tensorrt import Compiler
-from runtime.cuda import CudaDevice
-from runtime.device import DeviceError
+from graphs.contract.manifest import Compiler
+from graphs.contract.shapes import CompileError
+from graphs.contract.spec import BuildSpec
+from graphs.engines.compile import compile_build
+from graphs.engines.targets import LEAST_TARGET, TARGETS
+from runtime.devices.base import DeviceError
+from runtime.devices.cuda import CudaDevice
 from runtime.load import LoadOptions, load_chain
 from runtime.parity import runtime_parity
 

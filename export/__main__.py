@@ -6,16 +6,16 @@ from typing import Annotated
 
 import typer
 
-from export.checkpoint import Checkpoint
-from export.golden import write_goldens
-from export.layer_golden import write_layer_goldens
-from export.pack import pack
-from export.shards import CheckpointError
-from export.synthetic import reduced, write_synthetic
-from export.to_onnx import export_graphs
+from export.checkpoint.open import Checkpoint
+from export.checkpoint.shards import CheckpointError
+from export.engine.to_onnx import export_graphs
+from export.golden.layer import write_layer_goldens
+from export.golden.model import write_goldens
+from export.packing.pack import pack
+from export.synthetic.make import reduced, write_synthetic
 from graphs.cli import byte_progress, make_app, run
-from graphs.config import load_raw_config
-from graphs.spec import Precision
+from graphs.contract.config import load_raw_config
+from graphs.contract.spec import Precision
 
 app = make_app("Checkpoint → ONNX graphs, packed weights and goldens.")
 

@@ -10,27 +10,27 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from graphs.accounting import Account, Figures
-from graphs.activation_budget import excesses
+from graphs.budget.accounting import Account, Figures
 from graphs.budget.gpus import GPUS, UnknownGpuError, find_gpu
 from graphs.budget.show import Show, show_built, show_checkpoints, show_models
 from graphs.cli import make_app, progress_bar, run, wide_console
-from graphs.compile import Step, compile_build
-from graphs.config import PRESETS, load_config
-from graphs.engine_table import engine_table
-from graphs.lint import RULES, lint_build
-from graphs.manifest import MODES, EngineRecord, Manifest, Profile
-from graphs.parity import graph_parity
-from graphs.ranges import golden_findings
-from graphs.replay import graph_cases
+from graphs.contract.config import PRESETS, load_config
+from graphs.contract.manifest import MODES, Compiler, EngineRecord, Manifest, Profile
+from graphs.contract.shapes import CompileError, check_profile
+from graphs.contract.spec import GRAPHS, BuildSpec, GraphName, Precision
+from graphs.contract.tensorfile import TensorFile
+from graphs.engines.activation_budget import excesses
+from graphs.engines.compile import Step, compile_build
+from graphs.engines.lint import RULES, lint_build
+from graphs.engines.table import engine_table
+from graphs.engines.targets import TARGETS
+from graphs.engines.tensorrt import TensorRTError
+from graphs.parity.graphs import graph_parity
+from graphs.parity.ranges import golden_findings
+from graphs.parity.replay import graph_cases
 from graphs.report.merge import merge
 from graphs.report.page import save_page
 from graphs.report.terminal import failures, show, summary
-from graphs.shapes import check_profile
-from graphs.spec import GRAPHS, BuildSpec, GraphName, Precision
-from graphs.targets import TARGETS, CompileError
-from graphs.tensorfile import TensorFile
-from graphs.tensorrt import Compiler, TensorRTError
 
 app = make_app("The contract between export and runtime: models, graphs and engines.")
 
@@ -173,7 +173,9 @@ def standalone(
     ] = None,
 ) -> None:
     """A graph with one layer's weights and its golden for Polygraphy, and what to run on it."""
-    from graphs.standalone import write_standalone  # onnxscript, 0.6 s that no other command needs
+    from graphs.parity.standalone import (
+        write_standalone,  # onnxscript, 0.6 s that no other command needs
+    )
 
     print(write_standalone(build, graph, layer, out, case).script)
 

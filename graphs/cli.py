@@ -20,8 +20,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from graphs.config_parts import ConfigError
-from graphs.spec import BuildError
+from graphs.contract.rope_config import ConfigError
+from graphs.contract.spec import BuildError
 
 
 def make_app(summary: str) -> typer.Typer:

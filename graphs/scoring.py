@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from graphs.spec import BuildError
-from graphs.tensorfile import Array, TensorFile, write_arrays
+from graphs.contract.spec import BuildError
+from graphs.contract.tensorfile import Array, TensorFile, write_arrays
 
 WINDOW = 512  # tokens, BOS included
 BLOCK = 1 << 20  # logits that are widened to float64 at a time

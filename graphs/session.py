@@ -12,10 +12,10 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto
 
+from graphs.contract.spec import BuildSpec
+from graphs.contract.tensorfile import DTYPES, Array
 from graphs.passes.pointwise import pointwise
 from graphs.passes.widen import widen
-from graphs.spec import BuildSpec
-from graphs.tensorfile import DTYPES, Array
 
 ONNX_TYPE = {dtype: TensorProto.DataType.Value(n.upper()) for n, (_, dtype) in DTYPES.items()}
 _CARRIER = {1: np.uint8, 2: np.uint16}

@@ -1,9 +1,9 @@
 """Train k2-nano, a byte-level model of exactly Kimi K2's architecture, and write its checkpoint.
 
-The maths is the fp32 reference's (`export.block`), so nothing is converted: what is trained is what
-the engines are checked against. Hidden matrices are trained with Muon, whose steps have no outlying
-directions, the rest with AdamW; steps are small (2048 tokens), since on this text their number
-counts for more than their size.
+The maths is the fp32 reference's (`export.reference`), so nothing is converted: what is trained is
+what the engines are checked against. Hidden matrices are trained with Muon, whose steps have no
+outlying directions, the rest with AdamW; steps are small (2048 tokens), since on this text their
+number counts for more than their size.
 
 Experts are balanced without an auxiliary loss (DeepSeek-V3 §2.1.2): after each step the correction
 bias of an expert chosen more often than the mean goes down by a fixed amount, of one chosen less
@@ -30,11 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from export.block import ReferenceModel
-from export.checkpoint import Checkpoint
-from export.feedforward import Gate
-from export.write_checkpoint import write_checkpoint, write_json
-from graphs.config import ModelConfig, load_raw_config
+from export.checkpoint.open import Checkpoint
+from export.reference.block import ReferenceModel
+from export.reference.feedforward import Gate
+from export.synthetic.write_checkpoint import write_checkpoint, write_json
+from graphs.contract.config import ModelConfig, load_raw_config
 from graphs.scoring import WINDOW, Scores, scored_logits
 
 SOURCE = Path(__file__).parent / "k2-nano"  # config.json, train.txt.xz, heldout.txt

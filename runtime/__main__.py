@@ -12,36 +12,36 @@ from rich.filesize import decimal
 from rich.progress import TextColumn, TimeElapsedColumn
 
 from graphs.cli import make_app, progress_bar, run, wide_console
-from graphs.manifest import Profile
+from graphs.contract.manifest import Profile
+from graphs.contract.spec import BuildError, BuildSpec
+from graphs.engines.tensorrt import TensorRTError
 from graphs.report.terminal import show as show_report
 from graphs.scoring import WINDOW, Scores
 from graphs.session import SessionError
-from graphs.spec import BuildError, BuildSpec
-from graphs.tensorrt import TensorRTError
 from runtime.backends import BackendError
 from runtime.benchmark.bench import BenchError
 from runtime.benchmark.bench import bench as run_bench
 from runtime.benchmark.cases import usual_batches, usual_lengths
 from runtime.benchmark.table import notes as bench_notes
 from runtime.benchmark.table import table as bench_table
-from runtime.cache_errors import CacheError
-from runtime.chain import Chain, StepError
+from runtime.cache.errors import CacheError
 from runtime.commands import options as arg
 from runtime.commands.jobs import Job, make_jobs
 from runtime.commands.options import given_prompts, load_options
 from runtime.commands.results import Results, json_line, plain_text
 from runtime.commands.run_jobs import run_jobs, stream_job
 from runtime.commands.signals import Interruption, without_traceback
-from runtime.device import DeviceError
-from runtime.encoder import Encoder, GenerationOptions
+from runtime.devices.base import DeviceError
 from runtime.evaluate import evaluate as evaluate_text
 from runtime.load import LoadOptions, load_chain
 from runtime.parity import runtime_parity
-from runtime.request import Completion, Request
-from runtime.sampling import SamplingError, SamplingParams
-from runtime.scheduler import Scheduler
-from runtime.tokenizer import PromptError
-from runtime.tokenizer_files import load_tokenizer
+from runtime.serving.encoder import Encoder, GenerationOptions
+from runtime.serving.request import Completion, Request
+from runtime.serving.sampling import SamplingError, SamplingParams
+from runtime.serving.scheduler import Scheduler
+from runtime.step.chain import Chain, StepError
+from runtime.tokenizers.base import PromptError
+from runtime.tokenizers.load import load_tokenizer
 
 # What ends a command with one line; anything else is a bug of ours.
 ENDING = (

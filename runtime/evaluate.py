@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from graphs.contract.tensorfile import Array
 from graphs.scoring import WINDOW, Logits, Scores, scored_logits
-from graphs.tensorfile import Array
-from runtime.chain import Chain, StepError
-from runtime.prefill import prefill
-from runtime.tokenizer import Tokenizer
+from runtime.step.chain import Chain, StepError
+from runtime.step.prefill import prefill
+from runtime.tokenizers.base import Tokenizer
 
 
 def evaluate(

@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import Unpack
 
 from graphs.scoring import WINDOW, Scores
-from runtime.chain import Chain
-from runtime.device import Progress, no_progress
-from runtime.encoder import Encoder, GenerationOptions, Prompt
+from runtime.devices.base import Progress, no_progress
 from runtime.evaluate import evaluate
 from runtime.load import LoadOptions, load_chain
-from runtime.request import Completion, OnUpdate, Request, RequestError, Update
-from runtime.scheduler import Scheduler
+from runtime.serving.encoder import Encoder, GenerationOptions, Prompt
+from runtime.serving.request import Completion, OnUpdate, Request, RequestError, Update
+from runtime.serving.scheduler import Scheduler
+from runtime.step.chain import Chain
 
 
 class LLM:

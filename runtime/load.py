@@ -3,22 +3,22 @@
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
-from graphs.manifest import Profile
-from graphs.spec import BuildError, BuildSpec
-from graphs.tensorfile import DTYPES
+from graphs.contract.manifest import Profile
+from graphs.contract.spec import BuildError, BuildSpec
+from graphs.contract.tensorfile import DTYPES
 from runtime.backends import Backend
 from runtime.backends.engine import RtxOptions
 from runtime.backends.engine_folder import find_engines
 from runtime.backends.onnxruntime import OnnxRuntimeBackend
 from runtime.backends.tensorrt import TensorRTBackend
-from runtime.buffers import buffer_bytes
-from runtime.cache_budget import BudgetError, CacheBudget, rows_within
-from runtime.chain import Chain
-from runtime.cuda import CudaDevice
-from runtime.device import HostDevice, Progress, no_progress
-from runtime.memory_plan import MemoryPlan
-from runtime.strides import least_stride, stride_for
-from runtime.weights import Weights
+from runtime.cache.budget import BudgetError, CacheBudget, rows_within
+from runtime.cache.strides import least_stride, stride_for
+from runtime.devices.base import HostDevice, Progress, no_progress
+from runtime.devices.cuda import CudaDevice
+from runtime.devices.memory_plan import MemoryPlan
+from runtime.devices.weights import Weights
+from runtime.step.buffers import buffer_bytes
+from runtime.step.chain import Chain
 
 BackendName = Literal["onnxruntime", "tensorrt"]
 Provider = Literal["cpu", "cuda"]

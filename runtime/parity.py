@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from graphs.config import BlockType
-from graphs.findings import Comparison, Fragment, Hint, Routing, Tie, distinct
-from graphs.hints.masks import position_hint
-from graphs.metrics import (
+from graphs.contract.config import BlockType
+from graphs.contract.spec import GRAPHS, TapSpec
+from graphs.contract.tensorfile import Array, TensorFile
+from graphs.parity.compare import (
     FP8_FREE,
     RMS,
     TIE_MARGIN,
@@ -24,18 +24,18 @@ from graphs.metrics import (
     limit_for,
     relative_rms,
 )
-from graphs.parity import compare_taps, with_bounds
-from graphs.replay import ExpertOutput, golden_inputs, graph_cases
-from graphs.spec import GRAPHS, TapSpec
-from graphs.taps import SYMBOLS
-from graphs.tensorfile import Array, TensorFile
+from graphs.parity.findings import Comparison, Fragment, Hint, Routing, Tie, distinct
+from graphs.parity.graphs import compare_taps, with_bounds
+from graphs.parity.hints.masks import position_hint
+from graphs.parity.replay import ExpertOutput, golden_inputs, graph_cases
+from graphs.parity.taps import SYMBOLS
 from runtime.backends import Slot
-from runtime.chain import Chain, step_positions
-from runtime.device import Buffer
-from runtime.prefill import prefill
-from runtime.request import Request
-from runtime.routing import expert_slots
-from runtime.scheduler import Scheduler
+from runtime.devices.base import Buffer
+from runtime.serving.request import Request
+from runtime.serving.scheduler import Scheduler
+from runtime.step.chain import Chain, step_positions
+from runtime.step.expert_routing import expert_slots
+from runtime.step.prefill import prefill
 
 END_TO_END = "end_to_end"
 

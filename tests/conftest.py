@@ -1,30 +1,24 @@
 """Builds of the shipped small model, made once per test run and precision."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 import torch
 
-from export.checkpoint import Checkpoint
-from export.golden import write_goldens
-from export.pack import pack
-from export.to_onnx import export_graphs
-from graphs.manifest import Profile
-from graphs.spec import BuildSpec, Precision
+from export.checkpoint.open import Checkpoint
+from export.engine.to_onnx import export_graphs
+from export.golden.model import write_goldens
+from export.packing.pack import pack
+from graphs.contract.manifest import Profile
+from graphs.contract.spec import BuildSpec, Precision
 from runtime.backends import Backend
 from runtime.backends.onnxruntime import OnnxRuntimeBackend
-from runtime.chain import Chain
-from runtime.device import HostDevice, no_progress
-from runtime.weights import Weights
-
-NANO = Path(__file__).parent.parent / "models" / "k2-nano"
-
-PROFILE = Profile(batch=8, tokens=128, context=1024)
-
-Build = Callable[[Precision], Path]
+from runtime.devices.base import HostDevice, no_progress
+from runtime.devices.weights import Weights
+from runtime.step.chain import Chain
+from tests.support.builds import NANO, ON_GPU, PROFILE, Build, OpenBackend, OpenChain
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -62,17 +56,6 @@ def nano(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Bu
     return build
 
 
-class OpenChain(Protocol):
-    """k2-nano on one of the backends, with a fresh cache of so many rows a layer."""
-
-    def __call__(
-        self, precision: Precision = "fp32", profile: Profile = PROFILE, cache: int = 1024
-    ) -> Chain: ...
-
-
-OpenBackend = Callable[[Precision, Profile], Backend]
-
-
 @pytest.fixture(scope="session")
 def onnxruntime_backend(nano: Build) -> OpenBackend:
     """ONNX Runtime on the CPU: one backend a precision, whatever the profile."""
@@ -94,7 +77,7 @@ def double_backend(nano: Build, tmp_path_factory: pytest.TempPathFactory) -> Ope
     @functools.cache
     def open_backend(precision: Precision, profile: Profile) -> Backend:
         build, spec = nano(precision), BuildSpec.load(nano(precision))
-        from tensorrt_double import open_double
+        from tests.support.doubles.tensorrt import open_double
 
         backend, _ = open_double(build, spec, profile, tmp_path_factory.mktemp("engines"))
         backend.load_weights(Weights.open(build, spec), no_progress)
@@ -106,7 +89,7 @@ def double_backend(nano: Build, tmp_path_factory: pytest.TempPathFactory) -> Ope
 @pytest.fixture(scope="session")
 def tensorrt_backend(nano: Build) -> OpenBackend:
     """TensorRT on this machine's GPU."""
-    from gpu_backends import tensorrt_backends
+    from tests.support.gpu_backends import tensorrt_backends
 
     return tensorrt_backends(nano)
 
@@ -114,7 +97,7 @@ def tensorrt_backend(nano: Build) -> OpenBackend:
 @pytest.fixture(scope="session")
 def cuda_backend(nano: Build) -> OpenBackend:
     """ONNX Runtime on this machine's GPU."""
-    from gpu_backends import cuda_backends
+    from tests.support.gpu_backends import cuda_backends
 
     return cuda_backends(nano)
 
@@ -122,13 +105,10 @@ def cuda_backend(nano: Build) -> OpenBackend:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that needs a GPU is skipped, with the reason, where there is none."""
     if item.get_closest_marker("gpu"):
-        from gpu_backends import absent
+        from tests.support.gpu_backends import absent
 
         if reason := absent():
             pytest.skip(f"needs a GPU: {reason}")
-
-
-ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("tensorrt", "cuda")]
 
 
 @pytest.fixture(params=["onnxruntime", "double", *ON_GPU])

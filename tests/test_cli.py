@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import tiny_checkpoint, tiny_config
 
-from graphs.config import PRESETS
+from graphs.contract.config import PRESETS
+from tests.support.helpers import tiny_checkpoint, tiny_config
 
 ROOT = Path(__file__).parent.parent
 

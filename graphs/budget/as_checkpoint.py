@@ -14,7 +14,7 @@ The model's columns assume one GPU that has room for it.
 
 from dataclasses import dataclass
 
-from graphs.accounting import Part
+from graphs.budget.accounting import Part
 from graphs.budget.gpus import Gpu
 from graphs.budget.traffic import (
     Form,
@@ -25,8 +25,8 @@ from graphs.budget.traffic import (
     graph_traffic,
     memory_seconds,
 )
-from graphs.config import ModelConfig
-from graphs.quantization import FP8Blocks, Int4Groups
+from graphs.contract.config import ModelConfig
+from graphs.contract.quantization import FP8Blocks, Int4Groups
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 BLOCK, GROUP = (128, 128), 32  # where the config is not of that format

@@ -1,19 +1,19 @@
 """What the builder said of built engines, held against their budget.
 
 Expected is the most scratch that an engine takes where nothing is copied, computed from the config
-(graphs/activation_budget.py), and the constants that the builder makes of any graph: weights would
-lie there that are not inputs. An engine fails that takes over 10 % more. Of scratch, that is its
-budget, above which `graphs compile` warns; it is computed anew here, since a manifest has the one
-of the version that built it.
+(graphs.engines.activation_budget), and the constants that the builder makes of any graph: weights
+would lie there that are not inputs. An engine fails that takes over 10 % more. Of scratch, that is
+its budget, above which `graphs compile` warns; it is computed anew here, since a manifest has the
+one of the version that built it.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphs.activation_budget import MARGIN, expected_activation
-from graphs.engine_table import Engines
-from graphs.manifest import MODES, EngineRecord, Mode
-from graphs.spec import GRAPHS, BuildSpec, GraphName
+from graphs.contract.manifest import MODES, EngineRecord, Mode
+from graphs.contract.spec import GRAPHS, BuildSpec, GraphName
+from graphs.engines.activation_budget import MARGIN, expected_activation
+from graphs.engines.table import Engines
 
 CONSTANTS = 8_000  # bytes; TensorRT-RTX 1.7.1 makes half as many, whatever the model
 

@@ -9,7 +9,7 @@ figures were looked up in pages that quote these documents; none was measured.
 
 from dataclasses import dataclass
 
-from graphs.spec import Precision
+from graphs.contract.spec import Precision
 
 GB, TERA = 10**9, 10**12
 

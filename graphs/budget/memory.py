@@ -8,12 +8,12 @@ are not counted.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from graphs.accounting import Account, Component
-from graphs.activation_budget import expected_activation
+from graphs.budget.accounting import Account, Component
 from graphs.budget.gpus import Gpu
-from graphs.config import BlockType, ModelConfig
-from graphs.manifest import MODES, Profile
-from graphs.spec import GRAPHS, BuildSpec
+from graphs.contract.config import BlockType, ModelConfig
+from graphs.contract.manifest import MODES, Profile
+from graphs.contract.spec import GRAPHS, BuildSpec
+from graphs.engines.activation_budget import expected_activation
 
 
 @dataclass(frozen=True)

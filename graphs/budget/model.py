@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphs.activation_budget import expected_activation
 from graphs.budget.as_checkpoint import BATCHES
 from graphs.budget.gpus import Gpu
 from graphs.budget.memory import (
@@ -28,9 +27,10 @@ from graphs.budget.traffic import (
     memory_seconds,
     roofline_seconds,
 )
-from graphs.config import load_config, load_raw_config
-from graphs.manifest import MODES, Mode, Profile
-from graphs.spec import GRAPHS, BuildSpec, Precision, config_hash
+from graphs.contract.config import load_config, load_raw_config
+from graphs.contract.manifest import MODES, Mode, Profile
+from graphs.contract.spec import GRAPHS, BuildSpec, Precision, config_hash
+from graphs.engines.activation_budget import expected_activation
 
 MODEL = "model"
 

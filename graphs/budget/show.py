@@ -21,9 +21,9 @@ from graphs.budget.tables import (
     sequence_table,
     step_table,
 )
-from graphs.config import load_config
-from graphs.manifest import Profile
-from graphs.spec import BuildError, Precision
+from graphs.contract.config import load_config
+from graphs.contract.manifest import Profile
+from graphs.contract.spec import BuildError, Precision
 
 
 @dataclass(frozen=True)

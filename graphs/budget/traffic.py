@@ -17,10 +17,10 @@ Left out is all that a better program could save: scratch, launches, copies, lin
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from graphs.accounting import Account, Part
+from graphs.budget.accounting import Account, Part
 from graphs.budget.gpus import Gpu
-from graphs.config import ModelConfig
-from graphs.spec import PRECISIONS, GraphName, Precision
+from graphs.contract.config import ModelConfig
+from graphs.contract.spec import PRECISIONS, GraphName, Precision
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ The body writes sigmoid out as 1/(1 + exp(−x)): ONNX Runtime's own is a polyno
 
 from typing import TYPE_CHECKING
 
-from graphs.gates import BEST_OF_GROUP, GroupScore, Scoring
+from graphs.contract.gates import BEST_OF_GROUP, GroupScore, Scoring
 from graphs.ops import MASKED, CustomOp, Output, function_text
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import onnx
 from onnx import TensorProto, helper
 
+from graphs.contract.spec import TapSpec
 from graphs.passes.infer_shapes import infer_shapes
-from graphs.spec import TapSpec
 
 PREFIX = "tap."
 

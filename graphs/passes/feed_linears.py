@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import onnx
 from onnx import TensorProto, helper
 
+from graphs.contract.spec import TapSpec
 from graphs.ops import DOMAIN
 from graphs.ops.fp8_linear import fp8_linear
-from graphs.spec import TapSpec
 
 FED = "fed."
 

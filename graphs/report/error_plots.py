@@ -4,13 +4,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from graphs.findings import MODES, SOURCES, Comparison
+from graphs.contract.spec import GRAPHS
+from graphs.parity.findings import MODES, SOURCES, Comparison
 from graphs.report.figures import figure, grouped
 from graphs.report.markup import Markup
 from graphs.report.merge import BuildReport
 from graphs.report.svg import Axis, Point, Series, log_chart
 from graphs.report.wording import ERROR_OF, limit_text, number, used, where
-from graphs.spec import GRAPHS
 
 ORDER: tuple[str, ...] = (*GRAPHS, "chain")
 ALL = "all cases"  # the name of what has no mode

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from graphs.findings import FP8Stats
+from graphs.parity.findings import FP8Stats
 from graphs.report.figures import figure, grouped, table
 from graphs.report.markup import Markup
 from graphs.report.svg import Bar, bar_chart

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphs.findings import (
+from graphs.contract.spec import PRECISIONS, BuildError, Precision
+from graphs.parity.findings import (
     SOURCES,
     Comparison,
     FP8Stats,
@@ -19,8 +20,7 @@ from graphs.findings import (
     first_bad,
     passed,
 )
-from graphs.json_records import write_json
-from graphs.spec import PRECISIONS, BuildError, Precision
+from graphs.parity.json_records import write_json
 
 REPORT_FORMAT = 1
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from graphs.findings import Comparison, Routing, Tie
+from graphs.parity.findings import Comparison, Routing, Tie
 from graphs.report.figures import FAILED, figure, table
 from graphs.report.markup import Markup
 from graphs.report.svg import SUPERSCRIPT, Bar, bar_chart

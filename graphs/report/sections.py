@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 
-from graphs.findings import Hint
+from graphs.parity.findings import Hint
 from graphs.report.error_plots import layer_figures, position_figures, tap_figures
 from graphs.report.figures import FAILED, badge, table
 from graphs.report.fp8_plots import saturation_figures, saturation_table, scale_figures

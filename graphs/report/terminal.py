@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphs.findings import Fragment, Source
+from graphs.parity.findings import Fragment, Source
 from graphs.report.merge import BuildReport, Report
 from graphs.report.wording import first_bad_sentences, notable, number, used, where
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from graphs.findings import Comparison, Metric
+from graphs.parity.findings import Comparison, Metric
 from graphs.report.merge import BuildReport
 
 ERROR_OF: dict[Metric, str] = {"max": "max|a−b| / max|b|", "rms": "relative RMS"}

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from graphs.config import BlockType
-from graphs.tensorfile import Array
-from runtime.device import Buffer, Device, Progress
-from runtime.weights import Weights
+from graphs.contract.config import BlockType
+from graphs.contract.tensorfile import Array
+from runtime.devices.base import Buffer, Device, Progress
+from runtime.devices.weights import Weights
 
 
 class BackendError(RuntimeError):

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graphs.manifest import MODES, EngineRecord, Mode
-from graphs.spec import GraphName
+from graphs.contract.manifest import MODES, EngineRecord, Mode
+from graphs.contract.spec import GraphName
 from runtime.backends import BackendError
 
 MESSAGES = 4  # of the logger's, in an error

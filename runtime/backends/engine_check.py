@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from graphs.manifest import MODES
-from graphs.spec import BuildError, GraphSpec, TensorSpec
+from graphs.contract.manifest import MODES
+from graphs.contract.spec import BuildError, GraphSpec, TensorSpec
 from runtime.backends.engine import Engine
 
 DATA_TYPES = {"float": "FLOAT", "bfloat16": "BF16", "float8e4m3fn": "FP8", "int64": "INT64"}

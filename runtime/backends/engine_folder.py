@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from graphs.manifest import MODES, Manifest
-from graphs.shapes import input_bounds
-from graphs.spec import GRAPHS, BuildError, BuildSpec, GraphName
-from graphs.tensorrt import MODULES
-from runtime.cuda import CudaDevice
+from graphs.contract.manifest import MODES, Manifest
+from graphs.contract.shapes import input_bounds
+from graphs.contract.spec import GRAPHS, BuildError, BuildSpec, GraphName
+from graphs.engines.tensorrt import MODULES
+from runtime.devices.cuda import CudaDevice
 
 
 def find_engines(build: Path, device: CudaDevice) -> Path:

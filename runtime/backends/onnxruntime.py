@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from graphs.config import BlockType
+from graphs.contract.config import BlockType
+from graphs.contract.spec import GRAPHS, BuildSpec, GraphName, expert_weight
+from graphs.contract.tensorfile import Array, TensorFile
 from graphs.session import ONNX_TYPE, open_session, ort_value
-from graphs.spec import GRAPHS, BuildSpec, GraphName, expert_weight
-from graphs.tensorfile import Array, TensorFile
 from runtime.backends import BackendError, Slot
-from runtime.device import Buffer, Device, Progress
-from runtime.weights import Weights
+from runtime.devices.base import Buffer, Device, Progress
+from runtime.devices.weights import Weights
 
 _Place = tuple[str, int, int, tuple[int, ...], int]  # device, its number, type, shape, address
 

@@ -17,20 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from graphs.config import BlockType
-from graphs.manifest import MODES, Manifest, Mode, Profile
-from graphs.shapes import dimension_ranges
-from graphs.spec import BuildError, BuildSpec, GraphName, expert_weight
-from graphs.tensorfile import ALIGNMENT, Array
-from graphs.tensorrt import load_tensorrt
+from graphs.contract.config import BlockType
+from graphs.contract.manifest import MODES, Manifest, Mode, Profile
+from graphs.contract.shapes import dimension_ranges
+from graphs.contract.spec import BuildError, BuildSpec, GraphName, expert_weight
+from graphs.contract.tensorfile import ALIGNMENT, Array
+from graphs.engines.tensorrt import load_tensorrt
 from runtime.backends import Slot
 from runtime.backends.engine import Context, Engine, Library, RtxOptions
 from runtime.backends.engine_check import check_engine
 from runtime.backends.engine_folder import check_target, check_version, read_engines
 from runtime.backends.kernel_cache import KernelCache, cache_path
-from runtime.cuda import CudaDevice
-from runtime.device import Buffer, Device, DeviceError, Progress
-from runtime.weights import Weights
+from runtime.devices.base import Buffer, Device, DeviceError, Progress
+from runtime.devices.cuda import CudaDevice
+from runtime.devices.weights import Weights
 
 Addresses = dict[str, int]
 

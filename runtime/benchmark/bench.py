@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from graphs.budget.traffic import Traffic, chain_traffic, graph_traffic
-from graphs.spec import GRAPHS
+from graphs.contract.spec import GRAPHS
 from runtime.backends import BackendError
 from runtime.benchmark.cases import Case, choose_cases, filled
 from runtime.benchmark.clocks import measure
 from runtime.benchmark.engines import EngineRun, engine_runs
 from runtime.benchmark.machine import describe_machine, describe_versions
+from runtime.benchmark.measurements import Clock, Measurement, Report
 from runtime.benchmark.roofline import Roofline
-from runtime.cache_errors import CacheError
-from runtime.chain import Chain, StepError
-from runtime.device import DeviceError
-from runtime.measurements import Clock, Measurement, Report
+from runtime.cache.errors import CacheError
+from runtime.devices.base import DeviceError
+from runtime.step.chain import Chain, StepError
 
 CHAIN = "chain"
 IN_A_ROW = 8  # runs of an engine on a GPU, so that it need not wait for their launches

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.cache_errors import CacheError
-from runtime.chain import Chain, StepError
-from runtime.strides import least_stride
+from runtime.cache.errors import CacheError
+from runtime.cache.strides import least_stride
+from runtime.step.chain import Chain, StepError
 
 USUAL_LENGTH = 1000
 

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 
-from runtime.device import Device
-from runtime.measurements import Clock
+from runtime.benchmark.measurements import Clock
+from runtime.devices.base import Device
 
 WARM_UP = 2  # samples that do not count: TensorRT-RTX makes kernels, allocators grow
 

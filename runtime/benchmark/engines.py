@@ -10,14 +10,14 @@ from itertools import cycle
 
 import numpy as np
 
-from graphs.config import BlockType
-from graphs.spec import GraphName
-from graphs.tensorfile import Array
+from graphs.contract.config import BlockType
+from graphs.contract.spec import GraphName
+from graphs.contract.tensorfile import Array
 from runtime.backends import Slot
 from runtime.benchmark.cases import Case
-from runtime.chain import Chain, step_positions
-from runtime.device import Buffer
-from runtime.routing import expert_slots
+from runtime.devices.base import Buffer
+from runtime.step.chain import Chain, step_positions
+from runtime.step.expert_routing import expert_slots
 
 BLOCKS: tuple[BlockType, ...] = ("dense", "moe")
 

@@ -5,8 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from runtime.chain import Chain
-from runtime.cuda import CudaDevice
+from runtime.devices.cuda import CudaDevice
+from runtime.step.chain import Chain
 
 PACKAGES = ("numpy", "onnxruntime-gpu", "onnxruntime", "tensorrt-rtx", "tensorrt", "torch")
 

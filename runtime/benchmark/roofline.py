@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from graphs.budget.gpus import GPUS, Gpu
 from graphs.budget.traffic import Traffic, roofline_seconds
-from runtime.cuda import CudaDevice
-from runtime.device import Device
+from runtime.devices.base import Device
+from runtime.devices.cuda import CudaDevice
 
 AGREEING = 0.1  # of a table's bandwidth, within which the driver's says that it is the same card
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from runtime.measurements import Clock, Measurement, Report
+from runtime.benchmark.measurements import Clock, Measurement, Report
 
 CLOCKS: dict[Clock, str] = {"stream": "GPU", "wall": "wall", "launch": "launch"}
 SIZES = ("batch", "tokens", "cached")

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphs.config import ModelConfig
-from graphs.manifest import Profile
-from runtime.cache_errors import CacheError
-from runtime.chain import StepError, require_ids
+from graphs.contract.config import ModelConfig
+from graphs.contract.manifest import Profile
+from runtime.cache.errors import CacheError
 from runtime.commands.prompts import Asked
-from runtime.encoder import Encoder, GenerationOptions
-from runtime.request import Request, RequestError
-from runtime.sampling import SamplingError
-from runtime.text import TextStream
-from runtime.tokenizer import PromptError
+from runtime.serving.encoder import Encoder, GenerationOptions
+from runtime.serving.request import Request, RequestError
+from runtime.serving.sampling import SamplingError
+from runtime.serving.text import TextStream
+from runtime.step.chain import StepError, require_ids
+from runtime.tokenizers.base import PromptError
 
 REFUSALS = (PromptError, RequestError, SamplingError, StepError, CacheError)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from graphs.manifest import Profile
+from graphs.contract.manifest import Profile
 from runtime.commands.prompts import Asked, given_file, given_ids, given_messages, given_texts
 from runtime.load import BackendName, LoadOptions, Provider
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from runtime.chat import parse_messages
-from runtime.encoder import GenerationOptions, Prompt
-from runtime.sampling import SamplingParams
-from runtime.tokenizer import PromptError
+from runtime.serving.encoder import GenerationOptions, Prompt
+from runtime.serving.sampling import SamplingParams
+from runtime.tokenizers.base import PromptError
+from runtime.tokenizers.chat import parse_messages
 
 PROMPTS = ("prompt", "prompt_ids", "messages")
 SAMPLING = tuple(f.name for f in fields(SamplingParams))  # which checks them

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from graphs.spec import BuildError
+from graphs.contract.spec import BuildError
 from runtime.commands.jobs import Job
-from runtime.request import Completion
+from runtime.serving.request import Completion
 
 
 def json_line(job: Job, completion: Completion) -> str:

@@ -6,9 +6,9 @@ from runtime.commands.board import Board
 from runtime.commands.jobs import REFUSALS, Job
 from runtime.commands.results import Results
 from runtime.commands.signals import Interruption
-from runtime.request import OnUpdate, Update
-from runtime.scheduler import Scheduler
-from runtime.tokenizer import PromptError
+from runtime.serving.request import OnUpdate, Update
+from runtime.serving.scheduler import Scheduler
+from runtime.tokenizers.base import PromptError
 
 Running = Sequence[tuple[int, int]]  # index of a job that runs, and its tokens so far
 

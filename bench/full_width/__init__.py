@@ -1,0 +1,1 @@
+"""One MoE layer at K2's width: a step, and packing."""

@@ -1,0 +1,1 @@
+"""What each precision costs on the held-out text."""

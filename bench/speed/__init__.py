@@ -1,0 +1,1 @@
+"""Time of a block and of the model beside transformers and the machine's limits."""

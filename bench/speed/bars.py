@@ -1,0 +1,114 @@
+"""What the speed is held to: ratios of runs that followed one another, and their bounds.
+
+A ratio is the median over the rounds, each of two neighbouring runs: what else the machine did fell
+on both. transformers is the faster of its two forms of attention, by their medians.
+"""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.speed.dense_block import OURS, THEIRS, kind_of
+from runtime.benchmark.cases import Case
+from runtime.benchmark.measurements import Measurement, Report
+
+TIMES_THEIRS = {
+    Case(1, 1, 1000): 4.0,
+    Case(1, 1, 4096): 10.0,
+    Case(1, 1, 32768): 30.0,
+    Case(8, 1, 1000): 6.0,
+    Case(1, 128, 0): 1.2,
+}
+TIMES_FLOOR = {Case(1, 1, 1000): 1.35}
+LIMITS = {"read": "B", "multiply": "FLOP"}  # what was run, and what is counted
+GROWTH = 1.1  # of a step, where only the memory given to the cache grows
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A ratio, and the bound that it has to reach, or to stay below where `most`."""
+
+    what: str
+    ratio: float
+    bound: float
+    most: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.ratio <= self.bound if self.most else self.ratio >= self.bound
+
+    @classmethod
+    def of(cls, raw: dict[str, Any]) -> "Bar":
+        """From `as_dict`."""
+        return cls(raw["what"], raw["ratio"], raw["bound"], raw["most"])
+
+    def __str__(self) -> str:
+        limit = f"at {'most' if self.most else 'least'} {self.bound:g}"
+        return f"{self.what}: {self.ratio:.2f}, {limit}: {'met' if self.met else 'MISSED'}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"met": self.met}
+
+
+def judge(report: Report) -> Iterator[Bar]:
+    """Every bar whose runs the report has."""
+    for case, bound in TIMES_THEIRS.items():
+        if ours := step_of(report, OURS, case):
+            ratio = ratio_of(faster(report, case), ours)
+            yield Bar(f"transformers' time over ours, {case}", ratio, bound)
+    for case, bound in TIMES_FLOOR.items():
+        if ours := step_of(report, OURS, case):
+            ratio = times_floor(report, ours)
+            yield Bar(f"our time over the floor, {case}", ratio, bound, most=True)
+    if steps := growth_of(report):
+        small, large = steps
+        sizes = (f"{m.case['cache_rows']:,}" for m in (large, small))
+        what = f"a step on {small.case['cached']} rows, a cache of {' over one of '.join(sizes)}"
+        yield Bar(what, ratio_of(large, small), GROWTH, most=True)
+
+
+def step_of(report: Report, by: str, case: Case) -> Measurement | None:
+    """Of the block; None where the report has it not."""
+    return measured(report, kind_of(case), by, case.sizes)
+
+
+def measured(report: Report, what: str, by: str, case: dict[str, int]) -> Measurement | None:
+    try:
+        return report.find(what, by, "wall", **case)
+    except KeyError:
+        return None
+
+
+def faster(report: Report, case: Case) -> Measurement:
+    """Of transformers' two. Raises KeyError."""
+    found = [m for by in THEIRS if (m := step_of(report, by, case))]
+    if not found:
+        raise KeyError(f"no measurement of transformers, {case}")
+    return min(found, key=lambda m: m.median)
+
+
+def growth_of(report: Report) -> tuple[Measurement, Measurement] | None:
+    """A step in the smallest cache and in the largest."""
+    steps = [m for m in report.measurements if m.what == "step"]
+    steps.sort(key=lambda m: m.case["cache_rows"])
+    return (steps[0], steps[-1]) if steps else None
+
+
+def ratio_of(a: Measurement, b: Measurement) -> float:
+    return statistics.median(x / y for x, y in zip(a.seconds, b.seconds, strict=True))
+
+
+def times_floor(report: Report, step: Measurement) -> float:
+    """A step over its floor, at what the machine could do in its own round."""
+    assert step.floor_seconds is not None
+    limit = next(
+        m for m in report.measurements if m.what in LIMITS and m.case.items() >= step.case.items()
+    )
+    return ratio_of(step, limit) * limit.median / step.floor_seconds
+
+
+def rates(report: Report, what: str) -> list[float]:
+    """How many bytes or operations a second, of every such run in the report."""
+    runs = [m for m in report.measurements if m.what == what]
+    return [m.case[LIMITS[what]] / seconds for m in runs for seconds in m.seconds]

@@ -1,0 +1,194 @@
+"""A full-size dense block in one step: ours, and transformers' on the same weights and cache rows.
+
+Ours is what the chain asks of its backend for the first layer, taken down once and then repeated:
+the same buffers and cache, without embedding, head and commit. The two sides and what limits both
+on this machine, reading memory or multiplying, run in turns.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+from unittest import mock
+
+import numpy as np
+
+from bench.speed.deepseek_v3 import Attention, DeepseekLayer
+from bench.speed.limits import Limit
+from graphs.budget.traffic import graph_traffic
+from graphs.contract.manifest import Profile
+from graphs.contract.tensorfile import Array
+from runtime.backends import BackendError
+from runtime.benchmark.cases import Case, filled
+from runtime.benchmark.measurements import Measurement, in_turns
+from runtime.cache.strides import stride_for
+from runtime.load import load_chain
+from runtime.step.chain import Chain
+
+OURS, BESIDE = "ours", "ours, batch-invariant"
+THEIRS = tuple(f"transformers {attention}" for attention in get_args(Attention))
+AGREEING = 5e-5  # the most; on 32,768 rows each side is up to 1.6e-5 from fp64
+SETTLE = 0.02  # seconds between runs, for the threads of the one before to go to sleep
+
+
+class BenchError(RuntimeError):
+    """Two sides that do not compute the same."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The block that is measured: our build, the same weights in transformers, both limits."""
+
+    build: Path
+    layer: DeepseekLayer
+    reading: Limit
+    multiplying: Limit
+    threads: int
+
+    def open(self, case: Case, batch_invariant: bool) -> Chain:
+        """Its cache has room for the case, and for the sequence that may stand beside it."""
+        stride = stride_for(case.cached + case.tokens)
+        profile = Profile(max(case.batch, 2), max(case.tokens, 2), stride)
+        rows = max(case.batch, 2) * stride
+        return load_chain(
+            self.build,
+            profile=profile,
+            cache=rows,
+            threads=self.threads,
+            batch_invariant=batch_invariant,
+        )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """`error`, max|a−b| / max|b|, is the largest of our outputs against theirs."""
+
+    measurements: list[Measurement]
+    error: float
+
+
+def compare(subject: Subject, case: Case, rounds: int) -> Compared:
+    """Both sides in turns. Raises BenchError where they do not agree."""
+    with ExitStack() as stack:
+        alone = stack.enter_context(our_step(subject, case, batch_invariant=False))
+        steps = {OURS: alone.run}
+        if case.rows == 1:
+            steps[BESIDE] = stack.enter_context(our_step(subject, case, batch_invariant=True)).run
+        for name, attention in zip(THEIRS, get_args(Attention), strict=True):
+            steps[name] = subject.layer.step(attention, alone.x, alone.rows)
+        error = _agreement(steps, case)
+        limit = subject.reading if case.tokens == 1 else subject.multiplying
+        needed = alone.needed_bytes if case.tokens == 1 else alone.needed_flops
+        runs: dict[str, Callable[[], object]] = {**steps, limit.by: limit.run}
+        seconds = in_turns(runs, rounds, pause=SETTLE)
+    sizes = case.sizes | {limit.unit: limit.count}
+    at_most = Measurement(limit.what, limit.by, sizes, seconds[limit.by])
+    rate = limit.count / at_most.median
+    of = f"{needed / 1e9:,.3f} G{limit.unit} at {rate / 1e9:,.1f} G{limit.unit}/s"
+    found = [
+        Measurement(kind_of(case), name, case.sizes, seconds[name], needed / rate, of)
+        for name in steps
+    ]
+    return Compared([*found, at_most], error)
+
+
+def kind_of(case: Case) -> str:
+    return "decode" if case.tokens == 1 else "prefill"
+
+
+def growth(
+    subject: Subject, in_use: int, cache_rows: Sequence[int], rounds: int
+) -> list[Measurement]:
+    """A whole step of the chain on so many rows in use, in caches of several sizes, in turns."""
+    with ExitStack() as stack:
+        steps = {
+            rows: stack.enter_context(_whole_step(subject, in_use, rows)) for rows in cache_rows
+        }
+        seconds = in_turns({str(rows): step for rows, step in steps.items()}, rounds, pause=SETTLE)
+    return [
+        Measurement("step", OURS, {"cached": in_use, "cache_rows": rows}, seconds[str(rows)])
+        for rows in cache_rows
+    ]
+
+
+@contextmanager
+def _whole_step(subject: Subject, in_use: int, cache_rows: int) -> Iterator[Callable[[], None]]:
+    """One token through the model, taken back behind it."""
+    profile = Profile(batch=2, tokens=2, context=cache_rows)
+    chain = load_chain(subject.build, profile=profile, cache=cache_rows, threads=subject.threads)
+    with filled(chain, Case(1, 1, in_use)):
+        (handle,) = chain.cache.handles
+
+        def run() -> None:
+            chain.step([[0]])
+            chain.cache.truncate(handle, in_use)
+
+        yield run
+
+
+@dataclass(frozen=True)
+class OurStep:
+    """`run` does it and returns y [B,S,D]; x [B,S,D] and cached rows [B,T,W] are what it reads.
+
+    `needed_bytes` is what any implementation has to move: weights, cached rows, new rows;
+    `needed_flops` what the absorbed form computes.
+    """
+
+    run: Callable[[], Array]
+    x: Array
+    rows: Array
+    needed_bytes: int
+    needed_flops: float
+
+
+@contextmanager
+def our_step(subject: Subject, case: Case, batch_invariant: bool) -> Iterator[OurStep]:
+    chain = subject.open(case, batch_invariant)
+    random = np.random.default_rng(0)
+    ids = random.integers(0, chain.config.vocab_size, (case.batch, case.tokens))
+    with filled(chain, case):
+        call = _first_call(chain, ids.tolist())
+        x, y = call[2]["x"][: case.batch].copy(), call[3]["y"][: case.batch]
+        stride = chain.cache.stride
+        rows = chain.cache.rows[0, : case.batch * stride].reshape(case.batch, stride, -1)
+        rows = rows[:, : case.cached].copy()
+
+        def run() -> Array:
+            chain.backend.block(*call)
+            return np.asarray(y)
+
+        weights = sum(array.nbytes for array in chain.weights.layers[0].tensors.values())
+        new = case.rows * chain.config.cache_width * rows.itemsize
+        traffic = graph_traffic(chain.config, "dense", "fp32", **case.sizes)
+        flops = sum(traffic.flops.values())
+        yield OurStep(run, x, rows, weights + rows.nbytes + new, flops)
+
+
+def _first_call(chain: Chain, ids: list[list[int]]) -> tuple[Any, ...]:
+    """With what a step calls `Backend.block` first: graph, layer, inputs, outputs, group.
+
+    The step ends there, as where a backend fails; so it has changed nothing.
+    """
+    block = mock.Mock(side_effect=BackendError("not run"))
+    with mock.patch.object(chain.backend, "block", block), suppress(BackendError):
+        chain.step(ids)
+    called: tuple[Any, ...] = block.call_args.args
+    return called
+
+
+def _agreement(steps: Mapping[str, Callable[[], Array]], case: Case) -> float:
+    """The largest error of ours against theirs. Raises BenchError."""
+    outputs = {name: step().copy() for name, step in steps.items()}
+    largest = 0.0
+    for theirs in THEIRS:
+        for ours in steps.keys() - THEIRS:
+            a, b = outputs[ours], outputs[theirs]
+            error = float(np.abs(a - b).max() / np.abs(b).max())
+            if not error <= AGREEING:
+                raise BenchError(
+                    f"{case}, {ours} against {theirs}: max|a−b|/max|b| of at most {AGREEING} "
+                    f"expected, found {error:.2e}"
+                )
+            largest = max(largest, error)
+    return largest

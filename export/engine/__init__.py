@@ -1,0 +1,1 @@
+"""The same maths in the engines' layout, and its way to ONNX."""

@@ -1,0 +1,1 @@
+"""What parity compares against."""

@@ -1,0 +1,1 @@
+"""The readable model in the checkpoint's layout."""

@@ -1,0 +1,1 @@
+"""Models made here, in the family's own format."""

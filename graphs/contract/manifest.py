@@ -1,0 +1,131 @@
+"""What a folder of engines holds: the contract between `graphs compile` and the runtime.
+
+build/<model>/<precision>/<compiler>-<sm>-<profile>/        e.g. rtx-sm120-b8t128c4096
+    <graph>.engine      dense, moe, experts, head
+    manifest.json       this module; written last
+
+Every engine has two optimisation profiles: `decode`, up to `batch` sequences of one token each, and
+`prefill`, one sequence of up to `tokens` tokens; both on up to `context` cached rows.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from graphs.contract.spec import BuildError, GraphName
+
+MANIFEST_FORMAT = 2
+
+Compiler = Literal["rtx", "tensorrt"]
+Bounds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # least, usual, greatest shape
+
+Mode = Literal["decode", "prefill"]
+MODES: tuple[Mode, ...] = get_args(Mode)  # a mode's place is its profile's index in the engine
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Sequences of a decode step, tokens of a prefill step, cached rows of a sequence: at most."""
+
+    batch: int = 8
+    tokens: int = 128
+    context: int = 4096
+
+    @property
+    def name(self) -> str:
+        return f"b{self.batch}t{self.tokens}c{self.context}"
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """One engine file: what it was made from and by, what it accepts, what building it showed.
+
+    `shapes` bounds every dynamic input as (least, usual, greatest). `activation_bytes` and
+    `weight_bytes` are the builder's own figures, None where it logged none; `budget_bytes` is what
+    the first may be where nothing is copied (graphs/engines/activation_budget.py).
+    `matmul_inputs_as_parsed` are the types of the parsed network: those of the built engine need a
+    GPU to read.
+    """
+
+    file: str
+    sha256: str
+    bytes: int
+    onnx_sha256: str
+    versions: dict[str, str]
+    shapes: dict[Mode, dict[str, Bounds]]
+    activation_bytes: dict[Mode, int | None]
+    budget_bytes: dict[Mode, int]
+    weight_bytes: int | None
+    matmul_inputs_as_parsed: dict[str, tuple[str, ...]]
+    seconds: float
+    peak_resident_bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `manifest.json`. It lists only engines that match their ONNX file."""
+
+    compiler: Compiler
+    target: str
+    profile: Profile
+    engines: dict[GraphName, EngineRecord]
+    format: int = MANIFEST_FORMAT
+
+    @property
+    def folder(self) -> str:
+        """Of the engines, relative to the build folder."""
+        return f"{self.compiler}-{self.target}-{self.profile.name}"
+
+    def save(self, folder: Path) -> None:
+        temporary = folder / "manifest.json.tmp"
+        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", "utf-8")
+        temporary.replace(folder / "manifest.json")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest":
+        """Read `manifest.json`. Raises BuildError."""
+        path = folder / "manifest.json"
+        if not path.is_file():
+            raise BuildError(f"{folder}: no manifest.json; make it with `python -m graphs compile`")
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            if raw["format"] != MANIFEST_FORMAT:
+                raise BuildError(
+                    f"{path}: format {MANIFEST_FORMAT} expected, found {raw['format']}; compile "
+                    "again"
+                )
+            raw["profile"] = Profile(**raw["profile"])
+            raw["engines"] = {name: _record(record) for name, record in raw["engines"].items()}
+            return cls(**raw)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as e:
+            raise BuildError(f"{path}: damaged or incomplete ({e!r}); compile again") from e
+
+    def engine_bytes(self, folder: Path, graph: GraphName, onnx_sha256: str) -> bytes:
+        """An engine's file, checked: its record, and its ONNX file's hash. Raises BuildError."""
+        record = self.engines.get(graph)
+        if record is None or not (path := folder / record.file).is_file():
+            raise BuildError(f"{folder}: no engine for {graph}; compile it again")
+        if record.onnx_sha256 != onnx_sha256:
+            raise BuildError(
+                f"{path}: made from another {graph}.onnx (sha256 {onnx_sha256[:12]}… expected, "
+                f"found {record.onnx_sha256[:12]}…); compile it again"
+            )
+        content = path.read_bytes()
+        if (found := hashlib.sha256(content).hexdigest()) != record.sha256:
+            raise BuildError(
+                f"{path}: sha256 {record.sha256[:12]}… expected from manifest.json, found "
+                f"{found[:12]}…; compile it again"
+            )
+        return content
+
+
+def _record(raw: dict[str, Any]) -> EngineRecord:
+    shapes = {
+        mode: {name: tuple(tuple(shape) for shape in bounds) for name, bounds in inputs.items()}
+        for mode, inputs in raw["shapes"].items()
+    }
+    matmuls = {name: tuple(types) for name, types in raw["matmul_inputs_as_parsed"].items()}
+    return EngineRecord(**{**raw, "shapes": shapes, "matmul_inputs_as_parsed": matmuls})

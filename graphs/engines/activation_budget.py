@@ -1,0 +1,148 @@
+"""What an engine's activation memory may be where no weight and no cache is copied.
+
+The builder says one figure a profile: the most that buffers alive at one time take. It is the only
+sign of a copy on a machine without a GPU, and it depends on the profile. So it is held against a
+budget, computed from the config:
+
+- every graph: a workspace for matrix products, whose size does not grow; a block has a second one
+  in prefill, with many rows, and for a softmax gate, whose product is fp32;
+- a block at its linear layers: the rows' widest values there, and one buffer of scores;
+- a block at its softmax: three buffers of scores (keys × tokens × heads, of one of the blocks in
+  which the queries go) and the rows' queries; in some profiles also a fourth, or the workspace. The
+  cache and the weights are read in place;
+- experts: the rows of one slot where they are few, of several or all where they are many;
+- head: the normed rows. Logits are written where they are bound.
+
+This was fitted to TensorRT-RTX 1.7.1: SM120 engines of five models, in three precisions and up to
+15 profiles, are all within the budget. What could be copied unseen is `budget − activation`. In a
+decode step of the default profile that is less than any FP8 matrix, in every preset (K2: 10.4 MB,
+and 14.7 MB the least matrix); with more scores it is more. Beyond 2^31 scores the builder's figure
+falls below their own size, and shows nothing.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from graphs.contract.config import ModelConfig
+from graphs.contract.manifest import MODES, EngineRecord, Mode, Profile
+from graphs.contract.shapes import dimension_ranges
+from graphs.contract.spec import BuildSpec, GraphName, Precision
+from graphs.contract.tensorfile import DTYPES
+from graphs.ops.latent_attention import BLOCKS
+
+WORKSPACE: dict[Precision, int] = {"fp32": 10_240_000, "bf16": 10_240_000, "fp8": 8_192_000}
+FEW_ROWS = 8  # with one workspace
+MARGIN = 1.1  # by which an engine may exceed what is expected at most
+
+
+@dataclass(frozen=True)
+class Excess:
+    """An engine above its budget; what would explain it best if it were copied, and its bytes."""
+
+    graph: GraphName
+    mode: Mode
+    activation: int
+    budget: int
+    likely: str
+    copied: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.graph}: {self.mode} takes {self.activation / 1e6:.1f} MB of activation memory, "
+            f"{self.budget / 1e6:.1f} MB expected at most: likely copied at every run: "
+            f"{self.likely} ({self.copied / 1e6:.1f} MB)"
+        )
+
+
+def expected_activation(spec: BuildSpec, graph: GraphName, mode: Mode, profile: Profile) -> int:
+    """Bytes that a run takes at most where nothing is copied, as far as was seen."""
+    return _estimate(spec, graph, mode, profile, at_most=True)
+
+
+def activation_budget(spec: BuildSpec, graph: GraphName, mode: Mode, profile: Profile) -> int:
+    """Bytes that a run may take at most: 10 % more than expected."""
+    return int(MARGIN * expected_activation(spec, graph, mode, profile))
+
+
+def _estimate(
+    spec: BuildSpec, graph: GraphName, mode: Mode, profile: Profile, at_most: bool
+) -> int:
+    """What a run takes, mostly or at most."""
+    c = spec.config
+    sizes = {name: most for name, (_, _, most) in dimension_ranges(mode, profile).items()}
+    rows, act = sizes["rows"], 4 if spec.precision == "fp32" else 2
+    D, workspace = c.hidden_size, WORKSPACE[spec.precision]
+    if graph == "head":
+        return workspace + rows * D * act
+    if graph == "experts":
+        slot = 8 * D + act * (D + 3 * c.moe_intermediate_size)
+        return workspace + _slots_at_once(rows, spec.slots) * rows * slot
+    queries = sizes["batch"] * math.ceil(sizes["tokens"] / BLOCKS)  # of the greatest block
+    scores = queries * (sizes["context"] + sizes["tokens"]) * c.num_attention_heads * act
+    attention, linear = _row_bytes(c, graph, act)
+    at_softmax = 3 * scores + (max(workspace, scores) if at_most else 0) + rows * attention
+    softmax_gate = graph == "moe" and c.scoring_func == "softmax"
+    if mode == "prefill" or rows > FEW_ROWS or softmax_gate:
+        workspace += WORKSPACE["fp32" if graph == "moe" else spec.precision]
+    at_linears = workspace + scores + rows * max(attention, linear)
+    return max(at_linears, at_softmax)
+
+
+def _row_bytes(c: ModelConfig, graph: GraphName, act: int) -> tuple[int, int]:
+    """Of one row of a block: at its attention, with queries of all heads, and at its SwiGLU."""
+    H, D = c.num_attention_heads, c.hidden_size
+    width = c.intermediate_size if graph == "dense" else c.shared_intermediate_size
+    residual = 4 * D
+    return residual + act * H * (c.qk_head_dim + c.cache_width), residual + act * (D + 3 * width)
+
+
+def _slots_at_once(rows: int, slots: int) -> int:
+    """How many slots' rows the builder keeps at one time: seen are 1, up to 2.8, and up to 8.1."""
+    return 1 if rows <= 64 else 3 if rows <= 128 else slots
+
+
+def excesses(
+    spec: BuildSpec, graph: GraphName, engine: EngineRecord, profile: Profile
+) -> list[Excess]:
+    """One for each mode in which an engine takes more than its budget."""
+    found: list[Excess] = []
+    for mode in MODES:
+        activation, budget = engine.activation_bytes[mode], engine.budget_bytes[mode]
+        if activation is None or activation <= budget:
+            continue
+        copied = activation - _estimate(spec, graph, mode, profile, at_most=False)
+        copies = list(_copies(spec, graph, mode, profile))
+        size = min((size for _, size in copies), key=lambda size: abs(size - copied))
+        likely = " or ".join(name for name, of in copies if of == size)
+        found.append(Excess(graph, mode, activation, budget, likely, size))
+    return found
+
+
+def _copies(
+    spec: BuildSpec, graph: GraphName, mode: Mode, profile: Profile
+) -> Iterator[tuple[str, int]]:
+    """What could be copied, and its bytes: a matrix, as stored or in other ways, or the cache."""
+    c = spec.config
+    sizes = {name: most for name, (_, _, most) in dimension_ranges(mode, profile).items()}
+    for tensor in spec.graphs[graph].inputs:
+        name, itemsize = tensor.name, DTYPES[tensor.dtype][1].itemsize
+        if name == "context":
+            cache = math.prod(tensor.shape(sizes)) * itemsize
+            yield "the cache", cache
+            yield "the cache's latent part", cache // c.cache_width * c.kv_lora_rank
+        if tensor.kind != "weight" or len(tensor.dims) == 1:
+            continue
+        if name.startswith("slots."):  # all alike
+            if not name.startswith("slots.0."):
+                continue
+            name = name.replace(".0.", ".N.")
+        size = math.prod(tensor.shape({})) * itemsize
+        ways = {name: size}
+        if itemsize == 1:
+            ways[f"{name} in 16 bits"] = 2 * size
+        if len(tensor.dims) == 3:
+            ways[f"{name} once a sequence"] = sizes["batch"] * size
+        yield from ways.items()
+        if graph == "experts":
+            yield from ((f"{way} of every slot", spec.slots * of) for way, of in ways.items())

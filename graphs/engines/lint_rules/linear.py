@@ -1,0 +1,158 @@
+"""Linear layers: what makes the builder copy a weight matrix at every run."""
+
+from collections.abc import Iterator, Mapping
+
+from onnx import NodeProto, TensorProto, helper
+
+from graphs.engines.lint_rules.graph import Finding, LintGraph, Product
+
+FP8_TYPES = (
+    TensorProto.FLOAT8E4M3FN,
+    TensorProto.FLOAT8E4M3FNUZ,
+    TensorProto.FLOAT8E5M2,
+    TensorProto.FLOAT8E5M2FNUZ,
+)
+
+
+def two_dimensional_activations(graph: LintGraph) -> Iterator[Finding]:
+    """A linear layer reads [tokens, in]."""
+    for product in graph.products:
+        if _rank(graph, product.weight) != 2:
+            continue
+        if (rank := _rank(graph, product.activation)) not in (None, 2):
+            size = graph.weights[product.weight] / 1e6
+            yield graph.finding(
+                "2-D linear activations",
+                product.node,
+                f"{product.weight} multiplies an activation of {rank} dimensions, 2 expected "
+                "([tokens, in])",
+                f"the whole matrix, {size:.1f} MB, is copied at every run (measured for one of "
+                "58.7 MB in K2's dense block: 72.3 MB of scratch instead of 13.6 MB)",
+            )
+
+
+def fp8_weights_per_channel(graph: LintGraph) -> Iterator[Finding]:
+    """An FP8 weight is [in, out], dequantised with one scale an output channel, and read so."""
+    for value in graph.flat.graph.input:
+        if value.name not in graph.weights or value.type.tensor_type.elem_type not in FP8_TYPES:
+            continue
+        readers = graph.readers(value.name)
+        wrong = [(n, fault) for n in readers if (fault := _form_fault(graph, value.name, n))]
+        wrong += [
+            (p.node, fault)
+            for p in graph.products
+            if p.weight == value.name and not wrong and (fault := _product_fault(p))
+        ]
+        for node, fault in wrong:
+            yield graph.finding(
+                "FP8 weights [in, out] per channel",
+                node,
+                f"{value.name}: {fault}",
+                f"the matrix, {graph.weights[value.name] / 1e6:.1f} MB, is rewritten at every run "
+                "(measured for one of 33.6 MB: 41.7 MB of scratch where it is transposed, 75 MB "
+                "where its scales are of blocks, instead of 8.2 MB)",
+            )
+
+
+def _form_fault(graph: LintGraph, weight: str, reader: NodeProto) -> str | None:
+    if reader.op_type != "DequantizeLinear":
+        return f"read by {reader.op_type}, DequantizeLinear expected"
+    attributes = _attributes(reader)
+    dims, scale = graph.dims[weight], graph.dims.get(reader.input[1])
+    if len(dims) != 2:
+        return f"{len(dims)} dimensions, [in, out] expected"
+    if attributes.get("block_size"):
+        return f"scales of blocks of {attributes['block_size']}, one an output channel expected"
+    if scale is not None and scale != dims[1:]:
+        return f"scale {list(scale)}, {list(dims[1:])} expected: one an output channel"
+    axis = attributes.get("axis", 1)
+    return None if axis in (1, -1) else f"dequantised along axis {axis}, 1 expected: [in, out]"
+
+
+def _product_fault(product: Product) -> str | None:
+    between = [n.op_type for n in product.via if n.op_type != "DequantizeLinear"]
+    if between:
+        return f"{', '.join(between)} between the matrix and its product, nothing expected"
+    if _attributes(product.node).get("transB"):
+        return "transposed by its product, [in, out] expected"
+    return None
+
+
+def unshared_quantisation(graph: LintGraph) -> Iterator[Finding]:
+    """No two matrix products read one quantised activation: their weights are fused at packing."""
+    readers: dict[str, list[Product]] = {}
+    for product in graph.products:
+        if root := _quantised(graph, product.activation):
+            readers.setdefault(root, []).append(product)
+    for root, products in readers.items():
+        if len(products) > 1:
+            yield graph.finding(
+                "no shared Q/DQ",
+                products[1].node,
+                f"{root} is quantised for {len(products)} products, 1 expected: "
+                f"{', '.join(p.weight for p in products)}",
+                "the matrices are concatenated at every run (measured for K2's experts: 128 MB of "
+                "scratch instead of 8.9 MB for two, 520 MB for eight); fuse them at packing, or "
+                "let each gather its own rows",
+            )
+
+
+def _quantised(graph: LintGraph, activation: str) -> str | None:
+    """What a product's activation was before its scale and its quantisation."""
+    value, via = graph.source(activation)
+    if not any(node.op_type == "DequantizeLinear" for node in via):
+        return None
+    quantise = graph.producers.get(value)
+    if quantise is None or quantise.op_type != "QuantizeLinear":
+        return value
+    value = quantise.input[0]
+    scaling = graph.producers.get(value)
+    if scaling is not None and scaling.op_type in ("Div", "Mul"):
+        value = scaling.input[0]
+    return graph.source(value)[0]
+
+
+def no_profile_of_one_row(graph: LintGraph) -> Iterator[Finding]:
+    """In every profile, batch × tokens may be above 1."""
+    for mode, bounds in graph.bounds.items():
+        greatest = _greatest(graph, {name: shapes[2] for name, shapes in bounds.items()})
+        fixed = [p for p in graph.products if _rows(graph, p, greatest) == 1]
+        if fixed:
+            yield graph.finding(
+                "no profile of one row",
+                fixed[0].node,
+                f"{mode} is fixed at one row of {fixed[0].activation}, a range up to 2 or more "
+                "expected",
+                "the weights are re-laid out at every run (measured for K2's dense block: 25.6 MB "
+                "of scratch instead of 9.6 MB at FP8, 966 MB instead of 14 MB at 16 bits)",
+            )
+
+
+def _greatest(graph: LintGraph, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """The greatest size of every named dimension."""
+    return {
+        dim: size
+        for name, shape in shapes.items()
+        for dim, size in zip(graph.dims[name], shape, strict=True)
+        if isinstance(dim, str)
+    }
+
+
+def _rows(graph: LintGraph, product: Product, greatest: Mapping[str, int]) -> int | None:
+    """Rows of a linear layer's activation at most, where its dimension is a product of names."""
+    dims = graph.dims.get(product.activation, ())
+    factors = str(dims[0]).split("*") if len(dims) == 2 else []
+    if not factors or any(name not in greatest for name in factors):
+        return None
+    rows = 1
+    for name in factors:
+        rows *= greatest[name]
+    return rows
+
+
+def _rank(graph: LintGraph, value: str) -> int | None:
+    return len(graph.dims[value]) if value in graph.dims else None
+
+
+def _attributes(node: NodeProto) -> dict[str, object]:
+    return {a.name: helper.get_attribute_value(a) for a in node.attribute}

@@ -1,0 +1,68 @@
+"""GPUs that engines can be built for: which compiler knows which, and what a precision needs."""
+
+from graphs.contract.manifest import Compiler
+from graphs.contract.shapes import CompileError
+from graphs.contract.spec import Precision
+
+DEFAULT_TARGET = 120
+
+# Compute capabilities, major · 10 + minor. Those of `rtx` are the ones its builder names (1.7.1);
+# those of `tensorrt`, whose builder takes the GPU it finds, have not been run.
+TARGETS: dict[Compiler, tuple[int, ...]] = {
+    "rtx": (75, 80, 86, 89, 120, 121),
+    "tensorrt": (75, 80, 86, 89, 90, 100, 103, 120, 121),
+}
+LEAST_TARGET: dict[Precision, int] = {"fp32": 75, "bf16": 80, "fp8": 89}
+
+
+def resolve_target(target: str, compiler: Compiler, precision: Precision) -> int:
+    """The capability that `sm120` stands for, or `auto`. Raises CompileError.
+
+    `auto` is the GPU of this machine, and sm120 where there is none.
+    """
+    here = _gpu() if target == "auto" or compiler == "tensorrt" else None
+    if compiler == "tensorrt" and here is None:
+        raise CompileError(
+            "tensorrt builds for the GPU of this machine, and there is none; run it where the "
+            f"engines will run, or use the compiler rtx for {_names(TARGETS['rtx'])}"
+        )
+    sm = _parse(target, compiler) if target != "auto" else here or DEFAULT_TARGET
+    if sm not in TARGETS[compiler]:
+        instead = "; use the compiler tensorrt" if sm in TARGETS["tensorrt"] else ""
+        raise CompileError(
+            f"target sm{sm}: the compiler {compiler} builds for {_names(TARGETS[compiler])}"
+            f"{instead}"
+        )
+    if compiler == "tensorrt" and sm != here:
+        raise CompileError(
+            f"target sm{sm}: tensorrt builds for the GPU of this machine, found sm{here}; use the "
+            "target auto here, or run it on the other machine"
+        )
+    if sm < LEAST_TARGET[precision]:
+        raise CompileError(
+            f"target sm{sm}: {precision} needs sm{LEAST_TARGET[precision]} or later; use another "
+            "target or a build of another precision"
+        )
+    return sm
+
+
+def _parse(target: str, compiler: Compiler) -> int:
+    digits = target.removeprefix("sm")
+    if target == digits or not (digits.isascii() and digits.isdigit()):
+        raise CompileError(
+            f"target {target!r}: unknown; supported: auto, {_names(TARGETS[compiler])}"
+        )
+    return int(digits)
+
+
+def _gpu() -> int | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return major * 10 + minor
+
+
+def _names(targets: tuple[int, ...]) -> str:
+    return ", ".join(f"sm{sm}" for sm in targets)

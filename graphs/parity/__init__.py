@@ -1,0 +1,1 @@
+"""Graphs held against the reference: replays, comparisons, findings and their causes."""

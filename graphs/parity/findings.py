@@ -1,0 +1,219 @@
+"""What a parity run found: the contract between the two parity commands and the report.
+
+build/<model>/<precision>/parity/
+    graphs.json     `python -m graphs parity`: each graph alone
+    chain.json      `python -m runtime parity`: blocks with their experts, and the whole chain
+
+Errors are over whole tensors: max|a−b| / max|b|, and the relative RMS ‖a−b‖ / ‖b‖, where b is the
+reference's. One that is not finite is null in the file and NaN when read back.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from graphs.contract.spec import BuildError, BuildSpec, Precision
+from graphs.parity.json_records import decode, write_json
+
+FRAGMENT_FORMAT = 1
+FOLDER = "parity"  # in a build folder
+
+Source = Literal["graphs", "chain"]
+Mode = Literal["prefill", "chunk", "decode"]
+Kind = Literal["input", "tap", "output"]
+Metric = Literal["max", "rms"]
+SOURCES: tuple[Source, ...] = get_args(Source)
+MODES: tuple[Mode, ...] = get_args(Mode)
+COMMANDS: dict[Source, str] = {
+    "graphs": "python -m graphs parity",
+    "chain": "python -m runtime parity",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor of one case against the reference's."""
+
+    case: str
+    graph: str  # dense, moe, experts, head, chain
+    layer: int | None
+    mode: Mode | None
+    tap: str
+    symbol: str  # what the papers call it: ĉ^Q
+    order: int  # its place in the dataflow of its case
+    kind: Kind
+    fed: bool  # FP8 linear layers were fed the reference's inputs
+    max_error: float
+    rms_error: float
+    metric: Metric  # the one that the limit holds for
+    limit: float
+    passed: bool
+    worst: list[int] = field(default_factory=list)  # index of the largest error
+    positions: list[float] = field(default_factory=list)  # relative RMS of each token's row
+    remark: str = ""
+
+    @property
+    def error(self) -> float:
+        """The one that the limit holds for."""
+        return self.max_error if self.metric == "max" else self.rms_error
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A token that chose other experts than the reference did."""
+
+    token: int
+    expected: list[int]
+    found: list[int]
+    margin: float
+    limit: float  # the largest margin that counts as a tie
+    bound: float | None  # of the effect on the token's output, relative to its norm
+    effect: float | None  # measured
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One MoE case's routing: per token the reference's margin, and whether the sets agree.
+
+    A margin is by how much the last chosen expert's score for choosing led the first not chosen.
+    """
+
+    case: str
+    layer: int
+    tokens: int
+    margins: list[float]
+    agree: list[bool]
+    ties: list[Tie]
+
+
+@dataclass(frozen=True)
+class FP8Stats:
+    """Scales and values of one tensor that is quantised to e4m3.
+
+    log2_scale: (bin, count) pairs, a row's scale in bin floor(log2(scale)). at_peak: values with
+    |q| = 448; flushed: values that were not zero and became zero. floor_rows: rows whose scale is
+    the smallest there is.
+    """
+
+    case: str
+    layer: int
+    module: str
+    kind: Literal["activation", "weight"]
+    log2_scale: list[tuple[int, int]]
+    values: int
+    at_peak: int
+    flushed: int
+    rows: int
+    floor_rows: int
+
+
+@dataclass(frozen=True)
+class RangeWarning:
+    """A tap with values that a narrower type would lose."""
+
+    case: str
+    tap: str
+    rule: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Hint:
+    """The likely cause of a failure, with the numbers that speak for it."""
+
+    case: str
+    tap: str
+    cause: str  # a short id: mscale2_missing
+    text: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """What one parity command found in one build. not_run: what was not compared, and why."""
+
+    model: str
+    precision: Precision
+    config_sha256: str
+    source: Source
+    rows: list[Comparison]
+    routing: list[Routing] = field(default_factory=list)
+    fp8: list[FP8Stats] = field(default_factory=list)
+    ranges: list[RangeWarning] = field(default_factory=list)
+    hints: list[Hint] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
+    format: int = FRAGMENT_FORMAT
+
+    @property
+    def passed(self) -> bool:
+        return passed(self.rows, self.routing)
+
+    def save(self, build: Path) -> Path:
+        """Write the build's fragment of this source, replacing an older one; returns its path."""
+        path = fragment_path(build, self.source)
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, dataclasses.asdict(self))
+        return path
+
+    @classmethod
+    def load(cls, build: Path, source: Source) -> "Fragment":
+        """Read a build's fragment and hold it against its spec. Raises BuildError."""
+        path, spec = fragment_path(build, source), BuildSpec.load(build)
+        again = f"`{COMMANDS[source]} {build}`"
+        if not path.is_file():
+            raise BuildError(f"{path}: missing; make it with {again}")
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            if raw["format"] != FRAGMENT_FORMAT:
+                raise BuildError(
+                    f"{path}: format {FRAGMENT_FORMAT} expected, found {raw['format']}; run {again}"
+                )
+            fragment: Fragment = decode(cls, raw)
+        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as e:
+            raise BuildError(f"{path}: damaged or incomplete ({e!r}); run {again}") from e
+        for name, expected in (
+            ("source", source),
+            ("precision", spec.precision),
+            ("config_sha256", spec.config_sha256),
+        ):
+            if (found := getattr(fragment, name)) != expected:
+                raise BuildError(
+                    f"{path}: {name} {expected} expected from the build, found {found}; run {again}"
+                )
+        return fragment
+
+
+def fragment_path(build: Path, source: Source) -> Path:
+    return build / FOLDER / f"{source}.json"
+
+
+def passed(rows: Iterable[Comparison], routing: Iterable[Routing]) -> bool:
+    """Whether every tensor is within its limit, and every difference of routing a tie."""
+    return all(r.passed for r in rows) and all(t.passed for r in routing for t in r.ties)
+
+
+def first_bad(rows: Iterable[Comparison]) -> Comparison | None:
+    """The failed one that comes first in the model: by layer, mode and place in the dataflow.
+
+    What belongs to no layer, or to no mode, comes last.
+    """
+
+    def place(row: Comparison) -> tuple[float, int, int]:
+        layer = math.inf if row.layer is None else row.layer
+        mode = len(MODES) if row.mode is None else MODES.index(row.mode)
+        return layer, mode, row.order
+
+    return min((row for row in rows if not row.passed), key=place, default=None)
+
+
+def distinct(hints: Iterable[Hint]) -> list[Hint]:
+    """One a cause and text: that of the first case that shows it."""
+    first: dict[tuple[str, str], Hint] = {}
+    for hint in hints:
+        first.setdefault((hint.cause, hint.text), hint)
+    return list(first.values())

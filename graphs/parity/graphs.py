@@ -1,0 +1,206 @@
+"""Replay each graph's goldens alone, in plain ONNX Runtime on the CPU with no custom library.
+
+Every tap is compared with the reference's, in the order of the dataflow, so that the first one that
+is off says where a fault lies. At fp8 a graph runs twice: with its linear layers fed the
+reference's own inputs, where every tap is compared, and freely, where the outputs are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from graphs.contract.spec import BuildSpec, GraphName, GraphSpec
+from graphs.contract.tensorfile import Array, TensorFile
+from graphs.parity.compare import Case, Limit, Subject, compare, limit_for
+from graphs.parity.findings import Comparison, FP8Stats, Fragment, RangeWarning, Routing
+from graphs.parity.fp8_stats import activation_stats, weight_stats
+from graphs.parity.hints import diagnose
+from graphs.parity.hints.evidence import Evidence
+from graphs.parity.ranges import NORM_INPUTS, Role, range_findings
+from graphs.parity.replay import (
+    ExpertOutput,
+    GraphReplay,
+    expected_tap,
+    golden_inputs,
+    graph_cases,
+    graph_weights,
+)
+from graphs.parity.routing import (
+    Groups,
+    agreed_weights,
+    bound_effect,
+    choice_scores,
+    compare_routing,
+    tie_limits,
+)
+from graphs.parity.taps import to_graph
+from graphs.passes.feed_linears import FED
+
+ROUTING = ("experts", "expert_weights")
+
+
+def graph_parity(build: Path, threads: int = 0) -> Fragment:
+    """All that the goldens of single graphs show. Raises BuildError."""
+    spec = BuildSpec.load(build)
+    run = _Run(build, spec, threads, {g.path.stem: g for g in graph_cases(build, spec)})
+    for golden in run.goldens.values():
+        run.case(golden)
+    return Fragment(
+        model=build.resolve().parent.name,
+        precision=spec.precision,
+        config_sha256=spec.config_sha256,
+        source="graphs",
+        rows=run.rows,
+        routing=run.routing,
+        fp8=run.fp8,
+        ranges=run.ranges,
+        hints=diagnose(run.rows, run.evidence, run.other_layer),
+    )
+
+
+@dataclass
+class _Run:
+    """The graphs' sessions, opened when needed, and what was found so far."""
+
+    build: Path
+    spec: BuildSpec
+    threads: int
+    goldens: dict[str, TensorFile]
+    graphs: dict[GraphName, GraphReplay] = field(default_factory=dict)
+    rows: list[Comparison] = field(default_factory=list)
+    routing: list[Routing] = field(default_factory=list)
+    fp8: list[FP8Stats] = field(default_factory=list)
+    ranges: list[RangeWarning] = field(default_factory=list)
+
+    def graph(self, name: str) -> GraphReplay:
+        known = next(g for g in self.spec.graphs if g == name)
+        if known not in self.graphs:
+            self.graphs[known] = GraphReplay.open(self.build, self.spec, known, self.threads)
+        return self.graphs[known]
+
+    def case(self, golden: TensorFile) -> None:
+        replay = self.graph(golden.metadata["graph"])
+        case = Case.of(golden, fed=bool(replay.fed))
+        found = replay.run(golden)
+        self._compare(case, replay.graph, golden, found)
+        self._numbers(case, replay, golden, found)
+        if replay.free is not None:
+            self._compare(replace(case, fed=False), replay.graph, golden, replay.run_free(golden))
+
+    def evidence(self, case: str) -> Evidence:
+        """What a case that failed has to show; it is run again, with its taps kept."""
+        golden = self.goldens[case]
+        replay = self.graph(golden.metadata["graph"])
+        weights = graph_weights(self.build, self.spec, replay.graph, golden)
+        at = Case.of(golden, fed=bool(replay.fed))
+        return Evidence(self.spec, at, replay.graph, golden, replay.run(golden), weights)
+
+    def other_layer(self, case: str) -> int | None:
+        """The layer whose weights make the case pass, if one's do."""
+        golden, config = self.goldens[case], self.spec.config
+        replay, at = self.graph(golden.metadata["graph"]), Case.of(golden, fed=True)
+        if at.layer is None:
+            return None
+        for layer in range(config.num_hidden_layers):
+            if layer != at.layer and config.block_type(layer) == config.block_type(at.layer):
+                found = replay.run(golden, layer)
+                rows, _ = compare_taps(self.spec, at, replay.graph, golden, found)
+                if all(row.passed for row in rows):
+                    return layer
+        return None
+
+    def _compare(
+        self, case: Case, graph: GraphSpec, golden: TensorFile, found: dict[str, Array]
+    ) -> None:
+        rows, routing = compare_taps(self.spec, case, graph, golden, found)
+        self.rows += rows
+        if routing is not None:
+            assert case.layer is not None
+            output = self.graph("experts").expert_output(case.layer)
+            self.routing.append(with_bounds(routing, golden, found, output))
+
+    def _numbers(
+        self, case: Case, replay: GraphReplay, golden: TensorFile, found: dict[str, Array]
+    ) -> None:
+        """Ranges of all taps, and the scales of FP8 linear layers, the weights' once a layer."""
+        reads: dict[str, list[str]] = {}
+        for name, tap in replay.fed.items():
+            reads.setdefault(tap.name, []).append(name.removeprefix(FED))
+        for name in ("x", "hidden"):
+            if name in (inputs := golden_inputs(golden)):
+                self._range(case, name, inputs[name], "norm_input")
+        for tap in replay.graph.taps:
+            value = found[tap.name]
+            if tap.name in reads:
+                value = to_graph(tap, value)
+                self.fp8 += [activation_stats(case, m, value) for m in reads[tap.name]]
+            role: Role = "fp8_input" if tap.name in reads else "value"
+            self._range(case, tap.name, value, "norm_input" if tap.name in NORM_INPUTS else role)
+        if replay.fed and case.mode == "prefill":
+            weights = graph_weights(self.build, self.spec, replay.graph, golden)
+            for name in (n for n in weights if n.endswith(".scale")):
+                module = name.removesuffix(".scale")
+                self.fp8.append(
+                    weight_stats(case, module, weights[f"{module}.weight"], weights[name])
+                )
+
+    def _range(self, case: Case, tap: str, value: Array, role: Role) -> None:
+        for finding in range_findings(case.name, tap, value, role=role):
+            self.ranges.append(RangeWarning(case.name, tap, finding.rule, finding.text))
+
+
+def compare_taps(
+    spec: BuildSpec,
+    case: Case,
+    graph: GraphSpec,
+    golden: TensorFile,
+    found: Mapping[str, Array],
+) -> tuple[list[Comparison], Routing | None]:
+    """Rows of those taps of a graph that were found, and its routing where it has one."""
+    rows, routing = [], None
+    subjects = {t.name: Subject.of(case, graph, t) for t in graph.taps if t.name in found}
+    free = spec.precision == "fp8" and not case.fed and graph.name in ("dense", "moe")
+    for tap in (t for t in graph.taps if t.name in found and t.name not in ROUTING):
+        limit = limit_for(spec.precision, tap.name, free)
+        rows.append(
+            compare(subjects[tap.name], found[tap.name], expected_tap(golden, tap), limit, tap)
+        )
+    if "experts" in found:
+        pairs = [(of["experts"], of["expert_weights"]) for of in (found, _outputs(golden))]
+        groups, choice = Groups.of(spec.config), choice_scores(golden, spec.config)
+        limits = tie_limits(golden, spec.config, spec.precision)
+        routing = compare_routing(case, pairs[0], pairs[1], choice, groups, limits)
+        rows.append(routing_row(subjects["experts"], routing, float(limits.max())))
+        own, reference = agreed_weights(pairs[0], pairs[1], routing.agree)
+        limit = limit_for(spec.precision, "expert_weights", free)
+        rows.append(compare(subjects["expert_weights"], own, reference, limit))
+    return rows, routing
+
+
+def routing_row(subject: Subject, routing: Routing, limit: float) -> Comparison:
+    """The routing's line among the taps: the widest margin of a token that chose otherwise."""
+    widest = max((tie.margin for tie in routing.ties), default=0.0)
+    remark = "same experts"
+    if routing.ties:
+        remark = f"{len(routing.ties)} of {routing.tokens} tokens differ, by margins ≤ {widest:.1e}"
+    passed = all(tie.passed for tie in routing.ties)
+    return subject.judged(Limit("max", limit), widest, widest, passed, remark=remark)
+
+
+def with_bounds(
+    routing: Routing, golden: TensorFile, found: Mapping[str, Array], output: ExpertOutput
+) -> Routing:
+    """The same with the most that each tie may do to its token's output."""
+    expected = _outputs(golden)
+    pairs = [(of["experts"], of["expert_weights"]) for of in (found, expected)]
+    y_MD = expected["y"].reshape(expected["h"].shape)
+    ties = [
+        replace(tie, bound=bound_effect(tie, pairs[0], pairs[1], expected["h"], y_MD, output))
+        for tie in routing.ties
+    ]
+    return replace(routing, ties=ties)
+
+
+def _outputs(golden: TensorFile) -> dict[str, Array]:
+    prefix = "output."
+    return {n.removeprefix(prefix): a for n, a in golden.tensors.items() if n.startswith(prefix)}

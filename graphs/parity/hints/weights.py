@@ -1,0 +1,125 @@
+"""A fault of packing: the grid of block scales transposed.
+
+For a block-FP8 checkpoint a golden holds, per fused weight, what each of its values would have to
+be multiplied by had the grid of scales been transposed: `regrid.<module>` [out, blocks of in].
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from graphs.contract.quantization import FP8Blocks
+from graphs.contract.spec import TapSpec
+from graphs.contract.tensorfile import DTYPES, Array
+from graphs.ops.fp8_linear import E4M3_MAX, SMALLEST_SCALE
+from graphs.parity.findings import Hint
+from graphs.parity.hints.evidence import MATCH, Candidate, Evidence
+from graphs.parity.replay import fed_tap, slot_of
+from graphs.parity.taps import to_graph, to_reference
+
+# An e4m3 weight that was rounded at the wrong scale keeps that rounding.
+REGRID_MATCH = 0.25
+
+# tap → the linear layer whose output it is, and the tap that the layer reads
+LINEARS = {
+    "c_q": ("attention.qkv_a", "x_attn"),
+    "c_kv": ("attention.qkv_a", "x_attn"),
+    "k_pe": ("attention.qkv_a", "x_attn"),
+    "q_nope": ("attention.q_b", "c_q_normed"),
+    "q_pe": ("attention.q_b", "c_q_normed"),
+    "delta_attn": ("attention.o", "mix"),
+    "gate": ("mlp.gate_up", "h"),
+    "up": ("mlp.gate_up", "h"),
+    "delta_mlp": ("mlp.down", "product"),
+    "shared_gate": ("shared.gate_up", "h"),
+    "shared_up": ("shared.gate_up", "h"),
+    "shared": ("shared.down", "shared_product"),
+}
+
+
+def grid_hints(evidence: Evidence, tap: str) -> list[Hint]:
+    """Whether a linear layer's output is right once its weight's grid is turned back."""
+    module, source = _linear(evidence, tap)
+    ratio_NK = regrid_of(evidence, module)
+    if ratio_NK is None:
+        return []
+    x_MK, fp8 = _read(evidence, tap, source), evidence.spec.precision == "fp8"
+    weight = evidence.weights[f"{module}.weight"].astype(np.float32)  # which may be a GB
+    weight_KN = weight * evidence.weights[f"{module}.scale"] if fp8 else weight.T
+    weight_KN = weight_KN * ratio_NK.T
+    x_MK = _quantised(x_MK) if fp8 else x_MK
+    expected, found = evidence.expected(tap), evidence.computed(tap)
+    y_MN = (x_MK.astype(np.float32) @ weight_KN).astype(np.float64)
+    turned = _output(evidence, evidence.tap(tap), y_MN, expected.shape)
+    return evidence.best(tap, [transposed(module, turned, fp8)], expected, found)
+
+
+def transposed(weight: str, turned: Array, fp8: bool) -> Candidate:
+    """The candidate for a tensor that was computed with the grid turned back.
+
+    Prediction and reference change places: it is the difference of the two that has to be gone.
+    """
+    text = f"the grid of block scales of {weight} was transposed"
+    return Candidate("scale_grid_transposed", text, turned, REGRID_MATCH if fp8 else MATCH)
+
+
+def regrid_of(evidence: Evidence, module: str) -> Array | None:
+    """By what each value of a packed weight is to be multiplied, [out, in]; `attention` [H,N+V,C].
+
+    None where the checkpoint has no block scales, or the golden is not of a prefill.
+    """
+    ratio = evidence.golden.tensors.get(f"regrid.{module}")
+    if ratio is None:
+        return None
+    blocks, c = evidence.config.quantization, evidence.config
+    assert isinstance(blocks, FP8Blocks), "goldens of other checkpoints hold no regrid.*"
+    spread = np.repeat(ratio, blocks.block[1], axis=1)
+    if module == "attention":
+        shape = (c.num_attention_heads, -1, c.kv_lora_rank)
+        return spread[:, : c.kv_lora_rank].reshape(shape)
+    weight = evidence.weights[f"{module}.weight"]
+    fan_in = weight.shape[0 if evidence.spec.precision == "fp8" else 1]
+    return spread[:, :fan_in]
+
+
+def _linear(evidence: Evidence, tap: str) -> tuple[str, str]:
+    c = evidence.config
+    if tap.startswith("slots."):
+        slot = f"slots.{slot_of(tap)}"
+        down = tap.endswith(".output")
+        return (f"{slot}.down", f"{slot}.product") if down else (f"{slot}.gate_up", "h")
+    module, source = LINEARS[tap]
+    if c.q_lora_rank is None and module in ("attention.qkv_a", "attention.q_b"):
+        return "attention.qkv", "x_attn"
+    return module, source
+
+
+def _read(evidence: Evidence, tap: str, source: str) -> Array:
+    """What the reference fed a linear layer, [M, in]."""
+    if evidence.graph.name == "experts" and source == "h":
+        inputs = evidence.inputs
+        rows: Array = inputs["h"][inputs[f"rows_{slot_of(tap)}"]].astype(np.float64)
+        return rows
+    spec = evidence.tap(source)
+    return to_graph(spec, fed_tap(evidence.golden, spec)).astype(np.float64)
+
+
+def _quantised(x_MK: Array) -> Array:
+    """Rounded to e4m3 as an FP8 linear layer does it, one scale a row."""
+    scale = np.maximum(np.abs(x_MK).max(axis=1, keepdims=True) / E4M3_MAX, SMALLEST_SCALE)
+    e4m3 = DTYPES["float8e4m3fn"][1]
+    rounded: Array = (x_MK / scale).astype(np.float32).astype(e4m3).astype(np.float64) * scale
+    return rounded
+
+
+def _output(evidence: Evidence, tap: TapSpec, y_MO: Array, shape: tuple[int, ...]) -> Array:
+    """The part of a linear layer's output that a tap is, in the reference's layout."""
+    if tap.name not in ("q_nope", "q_pe"):
+        return to_reference(tap, y_MO, shape)
+    c = evidence.config
+    B, H, S, _ = shape
+    q = y_MO[:, : H * c.qk_head_dim].reshape(B, S, H, -1)
+    nope, pe = np.split(q, [c.qk_nope_head_dim], axis=-1)
+    part, columns = (nope, "N") if tap.name == "q_nope" else (pe, "R")
+    axes = ("B", "S", "H", columns)
+    return to_reference(replace(tap, axes=axes), part, shape)

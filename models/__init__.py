@@ -1,0 +1,1 @@
+"""The small trained model and its training."""

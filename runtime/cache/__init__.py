@@ -1,0 +1,1 @@
+"""The latent cache: its rows, who holds them, and what they cost."""

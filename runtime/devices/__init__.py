@@ -1,0 +1,1 @@
+"""Where tensors lie: a host's memory or a GPU's."""

@@ -1,0 +1,1 @@
+"""Requests: admission, sampling, and what ends them."""

@@ -1,0 +1,319 @@
+"""The exported graphs of a tiny model, against the spec, and the export of the full-size ones."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from export.engine.layers import Form
+from export.engine.to_onnx import RECIPES, export_graphs
+from export.reference.feedforward import SwiGLU
+from graphs.contract.config import ModelConfig
+from graphs.contract.spec import GRAPHS, SLOTS, BuildSpec, GraphName, Precision, TensorSpec
+from graphs.session import open_session, run
+from tests.support.helpers import tiny_config
+
+ROOT = Path(__file__).parents[3]
+RAW = tiny_config()
+CONFIG = ModelConfig.from_dict(RAW)
+PRECISIONS: tuple[Precision, ...] = ("fp32", "fp8")
+EACH = pytest.mark.parametrize("graph", GRAPHS)
+BOTH = pytest.mark.parametrize("precision", PRECISIONS)
+MEMORY_BAR = 1_500_000_000  # bytes; the fp8 weights of K2's graphs alone are 1.4 GB in fp32
+
+# Exports the tiny graphs again (all in fp8, one in fp32), and K2's; prints the most memory it had
+# resident, in kB.
+ANOTHER_PROCESS = """
+import json, sys
+from pathlib import Path
+from export.engine.to_onnx import export_graph, export_graphs
+from graphs.contract.config import ModelConfig, load_raw_config
+folder, raw = Path(sys.argv[1]), json.loads(sys.argv[2])
+model = export_graph(ModelConfig.from_dict(raw), "fp32", "moe")
+(folder / "moe.onnx").write_bytes(model.SerializeToString(deterministic=True))
+export_graphs(raw, "fp8", folder / "fp8")
+export_graphs(load_raw_config("k2"), "fp8", folder / "k2")
+status = Path("/proc/self/status").read_text()
+print(status.split("VmHWM:")[1].split()[0])
+"""
+
+
+@dataclass(frozen=True)
+class Another:
+    """A process that exports into a folder of its own."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Another]:
+    """Started before this process exports, so that both go on at the same time."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    with subprocess.Popen(
+        [sys.executable, "-c", ANOTHER_PROCESS, str(folder), json.dumps(RAW)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield Another(process, folder)
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory, another: Another) -> dict[Precision, Path]:
+    folder = tmp_path_factory.mktemp("here")
+    for precision in PRECISIONS:
+        export_graphs(RAW, precision, folder / precision)
+    return {precision: folder / precision for precision in PRECISIONS}
+
+
+@pytest.fixture(scope="module")
+def elsewhere(another: Another) -> tuple[Path, int]:
+    """What the other process exported, and its peak of resident bytes."""
+    output, errors = another.process.communicate()
+    assert another.process.returncode == 0, errors[-2000:]
+    return another.folder, 1024 * int(output.split()[-1])
+
+
+def load(builds: dict[Precision, Path], precision: Precision, graph: GraphName) -> Any:
+    return onnx.load(builds[precision] / "onnx" / f"{graph}.onnx")
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@BOTH
+@EACH
+def test_graphs_pass_the_strict_checker_and_every_value_is_shaped(
+    builds: dict[Precision, Path], precision: Precision, graph: GraphName
+) -> None:
+    model = load(builds, precision, graph)
+    onnx.checker.check_model(model, full_check=True)
+    values = (*model.graph.input, *model.graph.output, *model.graph.value_info)
+    shaped = {v.name for v in values if v.type.tensor_type.HasField("shape")}
+    typed = {v.name for v in values if v.type.tensor_type.elem_type}
+    made = {name for node in model.graph.node for name in node.output if name}
+    assert made and made <= shaped & typed
+
+
+@BOTH
+@EACH
+def test_weights_are_inputs_and_no_initialiser_is_one(
+    builds: dict[Precision, Path], precision: Precision, graph: GraphName
+) -> None:
+    model = load(builds, precision, graph)
+    with FakeTensorMode():
+        module = RECIPES[graph].module(CONFIG, Form.of(precision))
+        parameters = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    weights = {t.name: t.dims for t in BuildSpec.load(builds[precision]).graphs[graph].weights}
+    assert weights == parameters
+    assert weights.keys() <= {value.name for value in model.graph.input}
+    assert all(np.prod(tensor.dims) <= 8 for tensor in model.graph.initializer)
+
+
+def test_weights_are_stored_as_the_engines_read_them(builds: dict[Precision, Path]) -> None:
+    """FP8 [in, out] with a scale per output, wide ones [out, in]; norms and gate fp32."""
+    expected: dict[Precision, dict[str, tuple[str, tuple[int, ...]]]] = {
+        "fp8": {
+            "attention.qkv_a.weight": ("float8e4m3fn", (160, 136 + 56 + 16)),
+            "attention.qkv_a.scale": ("float", (208,)),
+            "attention.q_b.weight": ("float8e4m3fn", (136, 120)),
+            "attention.w_uk": ("bfloat16", (3, 24, 56)),
+            "attention.w_uv": ("bfloat16", (3, 56, 20)),
+            "shared.gate_up.weight": ("float8e4m3fn", (160, 144)),
+            "gate.weight": ("float", (8, 160)),
+            "gate.bias": ("float", (8,)),
+            "post_norm.weight": ("float", (160,)),
+        },
+        "fp32": {
+            "attention.qkv_a.weight": ("float", (208, 160)),
+            "attention.w_uk": ("float", (3, 24, 56)),
+            "shared.down.weight": ("float", (160, 72)),
+        },
+    }
+    for precision, tensors in expected.items():
+        weights = BuildSpec.load(builds[precision]).graphs["moe"].weights
+        found = {t.name: (t.dtype, t.dims) for t in weights}
+        assert {name: found[name] for name in tensors} == tensors
+        assert len(found) == (18 if precision == "fp8" else 13)
+
+
+def block_inputs(precision: Precision) -> list[TensorSpec]:
+    act = "float" if precision == "fp32" else "bfloat16"
+    return [
+        TensorSpec("x", "float", ("batch", "tokens", 160)),
+        TensorSpec("positions", "int64", ("batch", "tokens")),
+        TensorSpec("context", act, ("batch", "context", 72)),
+        TensorSpec("cos", "float", (512, 8), "table"),
+        TensorSpec("sin", "float", (512, 8), "table"),
+    ]
+
+
+@BOTH
+def test_inputs_and_outputs_are_the_designs(
+    builds: dict[Precision, Path], precision: Precision
+) -> None:
+    act = "float" if precision == "fp32" else "bfloat16"
+    new = TensorSpec("new", act, ("batch", "tokens", 72))
+    slots = range(SLOTS)
+    expected: dict[GraphName, tuple[list[TensorSpec], list[TensorSpec]]] = {
+        "dense": (
+            block_inputs(precision),
+            [TensorSpec("y", "float", ("batch", "tokens", 160)), new],
+        ),
+        "moe": (
+            block_inputs(precision),
+            [
+                TensorSpec("acc", "float", ("tokens*batch", 160)),
+                TensorSpec("h", act, ("tokens*batch", 160)),
+                TensorSpec("experts", "int64", ("tokens*batch", 3)),
+                TensorSpec("expert_weights", "float", ("tokens*batch", 3)),
+                new,
+            ],
+        ),
+        "experts": (
+            [
+                TensorSpec("h", act, ("tokens", 160)),
+                TensorSpec("acc", "float", ("tokens", 160)),
+                *(TensorSpec(f"rows_{i}", "int64", (f"rows_{i}",)) for i in slots),
+                *(TensorSpec(f"gates_{i}", "float", (f"rows_{i}", 1)) for i in slots),
+            ],
+            [TensorSpec("acc_out", "float", ("tokens", 160))],
+        ),
+        "head": (
+            [TensorSpec("hidden", "float", ("rows", 160))],
+            [TensorSpec("logits", "float", ("rows", 258))],
+        ),
+    }
+    for name, graph in BuildSpec.load(builds[precision]).graphs.items():
+        activations = [t for t in graph.inputs if t.kind != "weight"]
+        assert (activations, list(graph.outputs)) == expected[name]
+
+
+@BOTH
+@EACH
+def test_the_spec_says_what_the_graph_says(
+    builds: dict[Precision, Path], precision: Precision, graph: GraphName
+) -> None:
+    spec, model = BuildSpec.load(builds[precision]), load(builds, precision, graph)
+    for values, tensors in (
+        (model.graph.input, spec.graphs[graph].inputs),
+        (model.graph.output, spec.graphs[graph].outputs),
+    ):
+        found = [
+            (
+                v.name,
+                TensorProto.DataType.Name(v.type.tensor_type.elem_type).lower(),
+                tuple(d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim),
+            )
+            for v in values
+        ]
+        assert [(t.name, t.dtype, t.dims) for t in tensors] == found
+
+
+# Custom nodes of a graph: op -> how many, in fp32 and what fp8 adds.
+OPS: dict[GraphName, tuple[dict[str, int], int]] = {
+    "dense": ({"RoPE": 2, "LatentAttention": 1}, 5),
+    "moe": ({"RoPE": 2, "LatentAttention": 1, "TopKGate": 1}, 5),
+    "experts": ({}, 2 * SLOTS),
+    "head": ({}, 0),
+}
+
+
+@BOTH
+@EACH
+def test_custom_ops_are_nodes_with_a_body(
+    builds: dict[Precision, Path], precision: Precision, graph: GraphName
+) -> None:
+    model, (expected, fp8) = load(builds, precision, graph), copy.deepcopy(OPS[graph])
+    if precision == "fp8" and fp8:
+        expected["FP8Linear"] = fp8
+    custom = [node.op_type for node in model.graph.node if node.domain == "kimi"]
+    assert {op: custom.count(op) for op in custom} == expected
+    assert [(f.domain, f.name) for f in model.functions] == [
+        ("kimi", op) for op in sorted(expected)
+    ]
+    assert {n.domain for n in model.graph.node} <= {"", "kimi"}
+    assert {(o.domain, o.version) for o in model.opset_import} <= {("", 24), ("kimi", 1)}
+    for function in model.functions:
+        assert [(o.domain, o.version) for o in function.opset_import] == [("", 24)]
+
+
+@BOTH
+@EACH
+def test_files_hold_no_path_and_no_stack_trace(
+    builds: dict[Precision, Path], precision: Precision, graph: GraphName
+) -> None:
+    content = (builds[precision] / "onnx" / f"{graph}.onnx").read_bytes()
+    for trace in (
+        str(ROOT),
+        str(builds[precision]),
+        "site-packages",
+        ".py",
+        "stack_trace",
+        "File ",
+    ):
+        assert trace.encode() not in content
+    model = onnx.load_from_string(content)
+    for proto in (model, model.graph, *model.graph.node, *model.functions):
+        assert not proto.doc_string and not proto.metadata_props
+
+
+def test_an_idle_slot_adds_nothing_whatever_it_computes(builds: dict[Precision, Path]) -> None:
+    """Case 17: one row with gate 0, here behind weights of NaN; the others' rows are summed."""
+    torch.manual_seed(0)
+    M, D, F = 5, 160, 72
+    experts = [SwiGLU(D, F).requires_grad_(False) for _ in range(2)]
+    h, acc = torch.randn(M, D), torch.randn(M, D)
+    inputs = {"h": h, "acc": acc}
+    expected = acc.clone()
+    for slot in range(SLOTS):
+        rows, gates = torch.tensor([0]), torch.zeros(1, 1)
+        gate_up, down = torch.full((2 * F, D), torch.nan), torch.full((D, F), torch.nan)
+        if slot < 2:
+            rows, gates, expert = torch.tensor([3, slot]), torch.rand(2, 1), experts[slot]
+            gate_up = torch.cat([expert.gate_proj.weight, expert.up_proj.weight])
+            down = expert.down_proj.weight
+            expected[rows] += expert(h[rows]) * gates
+        inputs |= {f"rows_{slot}": rows, f"gates_{slot}": gates}
+        inputs |= {f"slots.{slot}.gate_up.weight": gate_up, f"slots.{slot}.down.weight": down}
+    spec, found = BuildSpec.load(builds["fp32"]), np.zeros((M, D), np.float32)
+    session = open_session(spec, spec.onnx_bytes(builds["fp32"], "experts"), 1)
+    run(session, {name: t.numpy() for name, t in inputs.items()}, {"acc_out": found})
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=1e-5)
+    assert np.array_equal(found[[2, 4]], acc[[2, 4]].numpy())
+
+
+def test_two_exports_give_the_same_bytes(
+    builds: dict[Precision, Path], elsewhere: tuple[Path, int]
+) -> None:
+    """In another process, from another folder, with another hash seed."""
+    here, there = content_of(builds["fp8"]), content_of(elsewhere[0] / "fp8")
+    assert set(here) == {"spec.json", *(f"onnx/{graph}.onnx" for graph in GRAPHS)}
+    assert here == there
+    fp32 = builds["fp32"] / "onnx" / "moe.onnx"
+    assert fp32.read_bytes() == (elsewhere[0] / "moe.onnx").read_bytes()
+
+
+def test_full_size_graphs_are_exported_in_little_memory(elsewhere: tuple[Path, int]) -> None:
+    folder, peak = elsewhere
+    spec = BuildSpec.load(folder / "k2")
+    assert spec.config.hidden_size == 7168
+    assert sum(len(spec.onnx_bytes(folder / "k2", graph)) for graph in GRAPHS) < 1_000_000
+    assert peak < MEMORY_BAR, f"{peak:,} bytes resident"

@@ -1,0 +1,283 @@
+"""Traffic, memory and cards: against a published roofline, real graphs' inputs, and counting."""
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from graphs.__main__ import app
+from graphs.budget.accounting import Part
+from graphs.budget.as_checkpoint import roofline
+from graphs.budget.gpus import GPUS, UnknownGpuError, find_gpu
+from graphs.budget.memory import Memory, cards_of_whole_layers, cards_split_evenly, memory
+from graphs.budget.tables import roofline_cells
+from graphs.budget.traffic import (
+    Traffic,
+    chain_traffic,
+    distinct_experts,
+    graph_traffic,
+    roofline_seconds,
+)
+from graphs.contract.config import PRESETS, load_config
+from graphs.contract.manifest import Profile
+from graphs.contract.spec import BuildSpec, GraphName, TensorSpec
+from graphs.contract.tensorfile import DTYPES
+from graphs.engines.targets import TARGETS
+from tests.support.builds import Build
+from tests.support.helpers import tiny_config
+
+K2 = load_config("k2")
+H200 = find_gpu("h200")
+
+# Kimi K2 on an H200 (4.8 TB/s, 989 and 1,979 T), 4,096 cached rows. Sequences, expected distinct
+# experts; GB / µs, of the model ms; in brackets the µs of computing alone.
+PUBLISHED = """
+1 | 8.0 | 1.000 / 208 | 0.503 / 105 (1) | 1.01 / 209 | 0.51 / 106 (1) | 64 / 13.3 | 33 / 6.9 | 33 / 6.9
+2 | 15.8 | 1.005 / 209 | 0.507 / 106 (2) | 1.70 / 354 | 0.86 / 179 (2) | 105 / 22.0 | 54 / 11.3 | 45 / 9.4
+4 | 31.0 | 1.014 / 211 | 0.517 / 108 (4) | 3.05 / 635 | 1.54 / 320 (4) | 186 / 38.8 | 95 / 19.8 | 68 / 14.2
+8 | 59.5 | 1.034 / 215 | 0.537 / 112 (9) | 5.58 / 1,162 | 2.81 / 586 (9) | 338 / 70.4 | 172 / 35.7 | 112 / 23.3
+16 | 109.8 | 1.073 / 224 | 0.575 / 120 (17) | 10.05 / 2,093 | 5.07 / 1,055 (17) | 606 / 126 | 307 / 63.9 | 189 / 39.4
+32 | 188.2 | 1.151 / 240 | 0.653 / 136 (35) | 17.03 / 3,548 | 8.60 / 1,791 (35) | 1,025 / 214 | 519 / 108 | 310 / 64.7
+64 | 284.2 | 1.306 / 272 | 0.809 / 169 (70) | 25.64 / 5,341 | 12.98 / 2,704 (70) | 1,542 / 321 | 782 / 163 | 462 / 96.4
+128 | 358.1 | 1.617 / 337 | 1.120 / 233 (139) | 32.46 / 6,762 | 16.55 / 3,447 (140) | 1,951 / 407 | 996 / 208 | 591 / 123
+"""  # noqa: E501
+COLUMNS = [
+    "dense bf16",
+    "dense fp8",
+    "MoE bf16",
+    "MoE fp8",
+    "model bf16",
+    "model fp8",
+    "model int4",
+]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[list[str]]:
+    return [line.split(" | ") for line in PUBLISHED.strip().splitlines()]
+
+
+def test_the_roofline_of_k2s_checkpoint_is_the_published_one(rows: list[list[str]]) -> None:
+    found = roofline(K2, H200, cached=4096)
+    assert [*found[0].cells] == COLUMNS
+    assert [roofline_cells(row) for row in found] == rows
+
+
+def plain_fp8(part: Part, block: tuple[int, int]) -> int:
+    """Without the blocks' scales."""
+    return part.parameters if part.kind in ("linear", "expert", "absorbed") else part.bf16_bytes
+
+
+def absorbed_in_16_bits(part: Part, block: tuple[int, int]) -> int:
+    return part.bf16_bytes if part.kind == "absorbed" else FP8_BYTES(part, block)
+
+
+FP8_BYTES = Part.fp8_bytes
+
+
+@pytest.mark.parametrize(
+    ("target", "fault", "columns"),
+    [
+        ("graphs.budget.accounting.Part.fp8_bytes", plain_fp8, {"dense fp8", "MoE fp8"}),
+        ("graphs.budget.accounting.Part.fp8_bytes", absorbed_in_16_bits, {"dense fp8", "MoE fp8"}),
+        ("graphs.budget.traffic._values", lambda *_: 0, set(COLUMNS)),
+        ("graphs.budget.traffic.distinct_experts", lambda c, m: min(8 * m, 384), set(COLUMNS[2:])),
+        ("graphs.budget.traffic.Form.product", lambda *_: "fp8", {"dense fp8", "MoE fp8"}),
+    ],
+    ids=["no scales", "absorbed", "no activations", "experts not shared", "all products in fp8"],
+)
+def test_what_the_roofline_counts_shows_in_its_digits(
+    target: str,
+    fault: Any,
+    columns: set[str],
+    rows: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(target, fault)
+    found = [roofline_cells(row)[2:] for row in roofline(K2, H200, cached=4096)]
+    expected = [row[2:] for row in rows]
+    pairs = zip(COLUMNS, zip(*found, strict=True), zip(*expected, strict=True), strict=True)
+    assert columns <= {name for name, ours, theirs in pairs if ours != theirs}
+
+
+@pytest.mark.parametrize(
+    ("cached", "mflop", "megabytes"), [(1000, 156, 17.9), (4096, 587, 21.5), (32768, 4580, 54.5)]
+)
+def test_the_core_of_absorbed_attention(cached: int, mflop: int, megabytes: float) -> None:
+    """Of K2 at fp8 it is what a dense block computes in bf16: W_UK, W_UV, scores and mix."""
+    step = graph_traffic(K2, "dense", "fp8", batch=1, tokens=1, cached=cached)
+    assert round(step.flops["bf16"] / 1e6) == pytest.approx(mflop, abs=1)
+    absorbed = 2 * 2 * 64 * 128 * 512
+    assert round((absorbed + step.cache) / 1e6, 1) == megabytes
+    assert step.flops["fp8"] == 2 * (497_500_160 - 2 * 7168 - 1536 - 512 - 2 * 64 * 128 * 512)
+
+
+@pytest.mark.parametrize(("experts", "chosen", "tokens"), [(4, 2, 1), (4, 2, 3), (5, 1, 4)])
+def test_distinct_experts_are_the_mean_over_all_choices(
+    experts: int, chosen: int, tokens: int
+) -> None:
+    choices = list(itertools.combinations(range(experts), chosen))
+    counts = (len(set().union(*draw)) for draw in itertools.product(choices, repeat=tokens))
+    config = dataclasses.replace(K2, n_routed_experts=experts, num_experts_per_tok=chosen)
+    assert distinct_experts(config, tokens) == pytest.approx(statistics.mean(counts))
+
+
+@pytest.fixture(scope="module", params=["fp8", "fp32"])
+def spec(request: pytest.FixtureRequest, nano: Build) -> BuildSpec:
+    """Of k2-nano's build."""
+    return BuildSpec.load(nano(request.param))
+
+
+def bytes_of(tensors: list[TensorSpec]) -> int:
+    return sum(math.prod(t.shape({})) * DTYPES[t.dtype][1].itemsize for t in tensors)
+
+
+@pytest.mark.parametrize("graph", ["dense", "moe", "head"])
+def test_a_graph_reads_the_weights_that_are_its_inputs(graph: GraphName, spec: BuildSpec) -> None:
+    step = graph_traffic(spec.config, graph, spec.precision, batch=2, tokens=3, cached=5)
+    assert step.weights == bytes_of(list(spec.graphs[graph].weights))
+
+
+def test_many_tokens_read_every_expert_and_one_token_its_own(spec: BuildSpec) -> None:
+    config, sizes = spec.config, {"tokens": 1, "cached": 5}
+    slot = [t for t in spec.graphs["experts"].weights if t.name.startswith("slots.0.")]
+    for batch, experts in ((1, config.num_experts_per_tok), (500, config.n_routed_experts)):
+        step = graph_traffic(config, "experts", spec.precision, batch=batch, **sizes)
+        assert step.weights == pytest.approx(experts * bytes_of(slot))
+
+
+def test_a_step_of_the_model_is_the_sum_of_its_layers(spec: BuildSpec) -> None:
+    config, sizes = spec.config, {"batch": 2, "tokens": 1, "cached": 5}
+
+    def of(graph: GraphName) -> Traffic:
+        return graph_traffic(config, graph, spec.precision, **sizes)
+
+    whole = chain_traffic(config, spec.precision, **sizes)
+    dense, moe = config.count("dense"), config.count("moe")
+    parts = [of("dense")] * dense + [of("moe"), of("experts")] * moe + [of("head")]
+    assert whole.bytes == pytest.approx(sum(part.bytes for part in parts))
+    for precision in whole.flops:
+        assert whole.flops[precision] == pytest.approx(sum(p.flops[precision] for p in parts))
+    width = config.cache_width * (4 if spec.precision == "fp32" else 2)
+    assert whole.cache == config.num_hidden_layers * 2 * (5 + 1) * width
+
+
+def test_weights_in_memory_are_all_that_a_build_packs_but_the_embedding(spec: BuildSpec) -> None:
+    layers = [list(spec.layer_tensors(i).values()) for i in range(spec.config.num_hidden_layers)]
+    tables = [t for t in spec.graphs["dense"].inputs if t.kind == "table"]
+    found = memory(spec, Profile(batch=4, tokens=8, context=64))
+    assert found.layers == tuple(map(bytes_of, layers))
+    assert found.head == bytes_of(list(spec.graphs["head"].weights))
+    assert found.rope == bytes_of(tables)
+    width = spec.config.cache_width * (4 if spec.precision == "fp32" else 2)
+    assert found.cache_of_all_layers == len(layers) * 4 * 64 * width
+
+
+@pytest.mark.parametrize(
+    ("room", "whole", "split"),
+    [(47, 1, 1), (46, 2, 2), (25, 2, 2), (24, 3, 2), (21, 4, 3), (13, 5, 4), (10, None, 5)],
+)
+def test_cards_take_whole_layers_in_turn(room: int, whole: int | None, split: int) -> None:
+    """Four layers of 10 with 1 of cache each, then a head of 3; 5 of scratch and 2 of tables."""
+    found = Memory((10, 10, 10, 10), head=3, cache=1, scratch=5, rope=2)
+    gpu = dataclasses.replace(H200, memory=room + 7)
+    assert cards_of_whole_layers(found, gpu) == whole
+    assert cards_split_evenly(found, gpu) == split
+    assert cards_split_evenly(found, dataclasses.replace(H200, memory=7)) is None
+
+
+def test_gpus_are_found_however_they_are_written() -> None:
+    for name in ("rtx-pro-6000", "RTX PRO 6000", "RTX_Pro_6000", "rtxpro6000"):
+        assert find_gpu(name) is GPUS["rtx-pro-6000"]
+    with pytest.raises(UnknownGpuError, match=r"GPU 'rtx-6000': unknown; there are h100, h200, "):
+        find_gpu("rtx-6000")
+
+
+def test_rates_are_those_of_dense_matrices() -> None:
+    """fp8 twice bf16, which is not so where one of them counts sparsity; all can be built for."""
+    for gpu in GPUS.values():
+        assert gpu.flops["fp8"] / gpu.flops["bf16"] == pytest.approx(2, rel=0.02), gpu.name
+        assert gpu.flops["bf16"] > gpu.flops["fp32"]
+        assert gpu.sm in TARGETS["tensorrt"] and gpu.source
+    assert (H200.flops["bf16"], H200.flops["fp8"], H200.bandwidth) == (989e12, 1979e12, 4.8e12)
+
+
+def test_a_roofline_is_the_longer_of_moving_and_computing() -> None:
+    moving = Traffic(weights=3.6e12, cache=0.9e12, activations=0.3e12, flops={"bf16": 989e9})
+    assert roofline_seconds(moving, H200) == pytest.approx(1)
+    computing = dataclasses.replace(moving, flops={"bf16": 989e12, "fp8": 1979e12})
+    assert roofline_seconds(computing, H200) == pytest.approx(2)
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["budget", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_json_holds_memory_cards_steps_and_sequences() -> None:
+    found = json.loads(run("k2", "--gpu", "h200", "--gpu", "rtx-5090", "--json"))
+    assert found["gpus"]["h200"]["memory"] == 141 * 10**9
+    k2 = found["models"]["k2"]
+    assert k2["memory"]["cards"]["h200"] == {"whole_layers": 8, "split_evenly": 8}
+    assert k2["memory"]["cards"]["rtx-5090"] == {"whole_layers": 60, "split_evenly": 33}
+    assert k2["memory"]["cache"] == 8 * 4096 * 70_272
+    graphs = [(step["graph"], step["mode"]) for step in k2["steps"]]
+    names = ("dense", "moe", "experts", "head", "model")
+    assert graphs == [(name, mode) for mode in ("decode", "prefill") for name in names]
+    for step in k2["steps"]:
+        assert step["seconds"]["rtx-5090"]["roofline"] > step["seconds"]["h200"]["roofline"] > 0
+    assert [row["sequences"] for row in k2["sequences"]] == [1, 2, 4, 8, 16, 32, 64, 128]
+    for row in k2["sequences"]:
+        seconds = row["seconds"]["h200"]["roofline"]
+        assert row["tokens_per_second"]["h200"] == pytest.approx(row["sequences"] / seconds)
+
+
+def test_without_a_model_every_preset_is_listed_with_its_cards() -> None:
+    lines = run().splitlines()
+    for preset in PRESETS.glob("*.json"):
+        (row,) = [line.split() for line in lines if line.split()[:1] == [preset.stem]]
+        ones = row.count("one")
+        assert ones == (len(GPUS) if preset.stem in ("moonlight", "deepseek-v2-lite") else 0)
+
+
+def test_tables_of_all_gpus_cut_no_figure() -> None:
+    shown = run("k2") + run("k2", "--as-checkpoint", "--gpu", "h200")
+    assert "…" not in shown
+    assert "  ".join(["1.120 / 233 (139)", "32.46 / 6,762"]) in shown
+
+
+def test_the_readme_shows_what_the_command_prints() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
+    blocks = re.findall(r"^```\n\$ python -m graphs budget(.*?)\n(.*?)^```", readme, re.S | re.M)
+    assert len(blocks) == 2
+    for arguments, text in blocks:
+        printed = {line.rstrip() for line in run(*arguments.split()).splitlines()}
+        assert set(text.splitlines()) - {"…"} <= printed
+
+
+def test_a_config_file_is_taken_too(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_config()), encoding="utf-8")
+    found = json.loads(run(str(path), "--precision", "fp32", "--batch", "2", "--json"))
+    assert found["models"][str(path)]["profile"] == {"batch": 2, "tokens": 128, "context": 4096}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--gpu", "abacus"], "GPU 'abacus': unknown"),
+        (["k3"], "no such preset"),
+        (["k2", "--tokens", "1"], "tokens: 1 found"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(arguments: list[str], error: str) -> None:
+    result = CliRunner().invoke(app, ["budget", *arguments])
+    assert isinstance(result.exception, ValueError) and error in str(result.exception)

@@ -1,0 +1,165 @@
+"""The budget for activation memory, against what TensorRT-RTX 1.7.1 took on SM120.
+
+tests/graphs/engines/test_compile.py builds some of these engines; here are the figures of more.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from graphs.contract.config import ModelConfig, load_raw_config
+from graphs.contract.manifest import MODES, EngineRecord, Mode, Profile
+from graphs.contract.spec import GRAPHS, BuildSpec, GraphName, GraphSpec, Precision, TensorSpec
+from graphs.engines.activation_budget import activation_budget, excesses
+
+NANO = Path(__file__).parents[3] / "models" / "k2-nano"
+MB = 1_000_000
+
+# MB of dense, moe, experts and head, each in decode and prefill; no weight is copied in any.
+MEASURED = """
+k2               fp8  b8t128c4096     13.60  129.34   13.65  129.34    8.86   18.94    8.31   10.03
+deepseek-v3      fp8  b8t128c4096     26.86  238.85   26.86  238.85    8.86   18.94    8.31   10.03
+moonlight        fp8  b8t128c4096      9.59   38.63    9.57   38.63    8.40   11.54    8.22    8.72
+deepseek-v2-lite fp8  b8t128c4096      9.58   38.63   18.70   39.18    8.40   11.54    8.22    8.72
+k2-nano          fp8  b8t128c4096      8.49   18.89    8.48   18.85    8.22    8.57    8.20    8.25
+k2               bf16 b8t128c4096     13.93  129.31   13.75  129.31   10.91   33.84    8.31   10.03
+deepseek-v2-lite bf16 b8t128c4096     10.88   38.61   20.70   40.52   10.45   13.58    8.22    8.72
+k2               fp32 b8t128c4096     19.24  229.13   18.65  229.13   11.13   49.05   10.47   13.91
+moonlight        fp32 b8t128c4096     12.88   59.51   12.54   59.51   10.53   14.83   10.31   11.29
+k2               fp8  b1t128c4096      9.52  129.34    9.51  129.34    8.36   18.94    8.22   10.03
+k2               fp8  b2t2c1           8.64    8.71    8.61    8.62    8.36    8.36    8.22    8.22
+k2               fp8  b64t128c4096   117.02  129.34  117.02  129.34   13.57   18.94    9.11   10.03
+k2               fp8  b8t512c4096     13.60  513.81   13.65  513.81    8.86  204.02    8.31   15.53
+k2               fp8  b8t128c32768   101.68  833.98  101.73  833.98    8.86   18.94    8.31   10.03
+k2               fp8  b16t8c4096      27.21   19.63   27.30   19.63    9.54    8.86    8.42    8.31
+k2               fp8  b32t16c1024     24.66   19.73   24.86   19.73   10.88    9.54    8.65    8.42
+k2               fp8  b16t4c128       11.41    9.12   11.51    9.04    9.54    8.53    8.42    8.25
+k2               fp8  b256t256c256    63.64   61.93   63.64   59.84  134.78  134.78   11.86   11.86
+k2               fp32 b8t512c4096     19.24  967.64   18.65  967.64   11.13  295.88   10.47   24.92
+moonlight        fp8  b4t2048c8192     9.42 1086.86    9.41 1086.86    8.30  199.56    8.21   16.58
+moonlight        fp8  b8t512c4096      9.59  136.25    9.57  136.25    8.40  113.85    8.22   10.29
+moonlight        fp8  b8t128c131072  134.57  818.78  134.55  818.78    8.40   11.54    8.22    8.72
+moonlight        fp8  b256t256c256    28.77   30.28   23.53   26.94   14.88   14.88    9.24    9.24
+deepseek-v2-lite fp8  b8t32c512        8.90   18.04   18.72   19.72    8.40    9.03    8.22    8.32
+deepseek-v2-lite fp8  b256t256c256    28.45   29.95   28.97   27.85   14.88   14.88    9.24    9.24
+deepseek-v2-lite fp8  b1t1024c65536   21.02 3311.67   21.02 3311.67    8.24  148.17    8.20   12.39
+k2-nano          fp8  b8t32c512        8.26    8.40    8.25    8.37    8.22    8.29    8.20    8.21
+"""
+
+
+def spec_of(model: str, precision: Precision = "fp8") -> BuildSpec:
+    source = str(NANO / "config.json") if model == "k2-nano" else model
+    return BuildSpec(precision, load_raw_config(source), "", {})
+
+
+def profile_of(name: str) -> Profile:
+    batch, tokens, context = (int(n) for n in re.findall(r"\d+", name))
+    return Profile(batch, tokens, context)
+
+
+@pytest.mark.parametrize("row", MEASURED.strip().splitlines())
+def test_engines_that_copy_nothing_are_within_their_budget(row: str) -> None:
+    model, precision, profile, *figures = row.split()
+    assert precision in ("fp32", "bf16", "fp8")
+    spec = spec_of(model, precision)
+    pairs = [(graph, mode) for graph in GRAPHS for mode in MODES]
+    for (graph, mode), figure in zip(pairs, figures, strict=True):
+        budget = activation_budget(spec, graph, mode, profile_of(profile))
+        assert float(figure) * MB <= 0.98 * budget, (graph, mode, budget)
+
+
+def least_fp8_matrix(config: ModelConfig, graph: GraphName) -> int:
+    """Bytes of the smallest matrix of an FP8 linear layer, for lm_head at 16 bits."""
+    D, H, Q = config.hidden_size, config.num_attention_heads, config.q_lora_rank
+    heads, cache = H * config.qk_head_dim, config.cache_width
+    attention = [D * (heads + cache)] if Q is None else [D * (Q + cache), Q * heads]
+    attention.append(H * config.v_head_dim * D)
+    return min(
+        {
+            "dense": [*attention, config.intermediate_size * D],
+            "moe": [*attention, config.shared_intermediate_size * D],
+            "experts": [config.moe_intermediate_size * D],
+            "head": [2 * config.vocab_size * D],
+        }[graph]
+    )
+
+
+@pytest.mark.parametrize("row", MEASURED.strip().splitlines()[:4])
+def test_a_decode_step_has_less_to_spare_than_any_fp8_matrix_takes(row: str) -> None:
+    """In every preset and graph, with the default profile: so no such copy goes unseen."""
+    model, _, profile, *figures = row.split()
+    spec = spec_of(model)
+    for graph, figure in zip(GRAPHS, figures[::2], strict=True):
+        spare = activation_budget(spec, graph, "decode", profile_of(profile)) - float(figure) * MB
+        assert spare < least_fp8_matrix(spec.config, graph), graph
+
+
+def k2_with_graphs() -> BuildSpec:
+    """K2's weights as its dense and experts graphs read them."""
+    dense = {
+        "attention.qkv_a.weight": (7168, 2112),
+        "attention.q_b.weight": (1536, 12288),
+        "attention.w_uk": (64, 128, 512),
+        "attention.w_uv": (64, 512, 128),
+        "attention.o.weight": (8192, 7168),
+        "mlp.gate_up.weight": (7168, 36864),
+        "mlp.down.weight": (18432, 7168),
+        "mlp.down.scale": (7168,),
+    }
+    experts = {f"slots.{i}.gate_up.weight": (7168, 4096) for i in range(8)}
+    experts |= {f"slots.{i}.down.weight": (2048, 7168) for i in range(8)}
+
+    def graph(name: GraphName, weights: dict[str, tuple[int, ...]]) -> GraphSpec:
+        def tensor(name: str, dims: tuple[int, ...]) -> TensorSpec:
+            dtype = "bfloat16" if len(dims) == 3 else "float8e4m3fn"
+            return TensorSpec(name, "float" if len(dims) == 1 else dtype, dims, "weight")
+
+        inputs = [tensor(*item) for item in weights.items()]
+        inputs.append(TensorSpec("context", "bfloat16", ("batch", "context", 576)))
+        return GraphSpec(name, "", "", tuple(inputs), (), ())
+
+    graphs: dict[GraphName, GraphSpec] = {
+        "dense": graph("dense", dense),
+        "experts": graph("experts", experts),
+    }
+    return BuildSpec("fp8", load_raw_config("k2"), "", graphs)
+
+
+def record(spec: BuildSpec, graph: GraphName, decode: float | None) -> EngineRecord:
+    size = None if decode is None else int(decode * MB)
+    activation: dict[Mode, int | None] = {"decode": size, "prefill": None}
+    budget = {mode: activation_budget(spec, graph, mode, Profile()) for mode in MODES}
+    return EngineRecord("", "", 0, "", {}, {}, activation, budget, None, {}, 0, 0)
+
+
+# What engines took in which one thing was planted: a linear layer that reads 3 dimensions, a query
+# of 4 dimensions, a cache that is sliced.
+PLANTED: list[tuple[GraphName, float, str]] = [
+    ("dense", 28.48, "attention.qkv_a.weight"),
+    ("dense", 32.23, "attention.q_b.weight"),
+    ("dense", 72.27, "attention.o.weight"),
+    ("dense", 145.72, "mlp.down.weight"),
+    ("dense", 277.84, "mlp.gate_up.weight or mlp.down.weight in 16 bits"),
+    ("dense", 84.79, "attention.w_uk once a sequence or attention.w_uv once a sequence"),
+    ("dense", 47.12, "the cache's latent part"),
+    ("experts", 23.48, "slots.N.down.weight"),
+    ("experts", 38.19, "slots.N.gate_up.weight or slots.N.down.weight in 16 bits"),
+]
+
+
+@pytest.mark.parametrize(("graph", "decode", "likely"), PLANTED)
+def test_an_excess_names_what_was_copied(graph: GraphName, decode: float, likely: str) -> None:
+    spec = k2_with_graphs()
+    (excess,) = excesses(spec, graph, record(spec, graph, decode), Profile())
+    assert (excess.graph, excess.mode, excess.likely) == (graph, "decode", likely)
+    assert f"{graph}: decode takes {decode:.1f} MB of activation memory, " in str(excess)
+    assert f"likely copied at every run: {likely} (" in str(excess)
+
+
+@pytest.mark.parametrize("decode", [13.60, None])
+def test_an_engine_within_its_budget_or_without_a_figure_has_no_excess(
+    decode: float | None,
+) -> None:
+    spec = k2_with_graphs()
+    assert excesses(spec, "dense", record(spec, "dense", decode), Profile()) == []
