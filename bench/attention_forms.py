@@ -22,7 +22,7 @@ from onnx import parser
 from rich.table import Table
 
 from graphs.cli import make_app, run, wide_console
-from graphs.contract.manifest import MODES, Profile
+from graphs.contract.manifest import ENGINE_MODES, Profile
 from graphs.contract.shapes import input_bounds
 from graphs.contract.spec import BuildSpec
 from graphs.contract.tensorfile import Array
@@ -134,7 +134,8 @@ def scratch(build: Path, form: Form) -> list[int | None]:
     found: list[int | None] = []
     for context in CONTEXTS:
         bounds = [
-            input_bounds(spec.graphs["dense"], mode, Profile(context=context)) for mode in MODES
+            input_bounds(spec.graphs["dense"], mode, Profile(context=context))
+            for mode in ENGINE_MODES
         ]
         model = inline(with_form(build, spec, form)).SerializeToString()
         engine = build_engine(model, bounds, "rtx", (12, 0), lambda share, phase: None)
@@ -191,7 +192,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 5,
 ) -> None:
     """One line a form: MB of scratch, and milliseconds."""
-    modes = [f"{mode} on {context:,}, MB" for context in CONTEXTS for mode in MODES]
+    modes = [f"{mode} on {context:,}, MB" for context in CONTEXTS for mode in ENGINE_MODES]
     steps = [f"{b} × {s} on {cached:,}, ms" for b, s, cached in STEPS] if run_build else []
     table = Table("form", *modes, *steps)
     times = seconds(run_build, threads, rounds) if run_build else {}

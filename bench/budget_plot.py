@@ -14,13 +14,13 @@ from graphs.budget.engines import Built, built_engines
 from graphs.budget.gpus import GPUS
 from graphs.budget.model import ModelBudget, model_budget, tokens_per_second
 from graphs.cli import make_app, run
-from graphs.contract.manifest import MODES, Mode, Profile
+from graphs.contract.manifest import ENGINE_MODES, EngineMode, Profile
 from graphs.engines.activation_budget import MARGIN
 
 matplotlib.use("Agg")  # no screen
 from matplotlib import pyplot
 
-COLOURS: dict[Mode, str] = {"decode": "#0b6e4f", "prefill": "#e08e45"}
+COLOURS: dict[EngineMode, str] = {"decode": "#0b6e4f", "prefill": "#e08e45"}
 OVER, BUDGET = "#c1440e", "#555555"
 MB = 1e6
 
@@ -70,14 +70,14 @@ def engines_plot(axes: Any, built: dict[str, list[Built]]) -> None:
         axes.barh(place, (figure.found or 0) / MB, color=colour)
         axes.plot([MARGIN * figure.expected / MB] * 2, [place - 0.45, place + 0.45], color=BUDGET)
         first = figure is built[model][0]
-        name = figure.graph if figure.mode == MODES[0] else ""
+        name = figure.graph if figure.mode == ENGINE_MODES[0] else ""
         labels.append(f"{model}   {name}" if first else name)
         if first and place:
             axes.axhline(place - 0.5, color=BUDGET, linewidth=0.5)
     axes.set_yticks(range(len(rows)), labels, fontsize=7)
     axes.margins(y=0.01)
     axes.invert_yaxis()
-    for mode in MODES:
+    for mode in ENGINE_MODES:
         axes.barh(0, 0, color=COLOURS[mode], label=f"built, {mode}")
     axes.plot([], [], color=BUDGET, label=f"budget: {MARGIN - 1:.0%} more than expected")
     axes.set(xscale="log", xlabel="MB of scratch, by the builder")

@@ -34,7 +34,7 @@ PROBLEMS = (CompileError, RuntimeError)  # what compiling, loading and running f
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """What was checked; how many of its comparisons or tests passed, failed, and were skipped."""
 
     what: str
@@ -45,7 +45,7 @@ class Row:
     remark: str = ""
 
 
-def tests() -> Row:
+def tests() -> CheckRow:
     """pytest on what is marked as needing a GPU; its output goes to the terminal."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -59,15 +59,15 @@ def tests() -> Row:
     passed = counts["tests"] - failed - counts["skipped"]
     remark = "" if status == 0 else f"pytest ended with status {status}"
     what = "tests marked gpu"
-    return Row(what, passed, failed, counts["skipped"], time.perf_counter() - start, remark)
+    return CheckRow(what, passed, failed, counts["skipped"], time.perf_counter() - start, remark)
 
 
-def parity(build: Path, gpu: CudaDevice) -> Iterator[Row]:
+def parity(build: Path, gpu: CudaDevice) -> Iterator[CheckRow]:
     """Blocks and chain of a build against its goldens, on each backend of the GPU."""
     spec = BuildSpec.load(build)
     if gpu.sm < LEAST_TARGET[spec.precision]:
         why = f"{spec.precision} needs sm{LEAST_TARGET[spec.precision]}, this is sm{gpu.sm}"
-        yield Row(f"parity, {spec.precision}", 0, 0, 1, 0.0, why)
+        yield CheckRow(f"parity, {spec.precision}", 0, 0, 1, 0.0, why)
         return
     compiler: Compiler = "rtx" if gpu.sm in TARGETS["rtx"] else "tensorrt"
     on_engines: LoadOptions = {"backend": "tensorrt"}
@@ -79,12 +79,12 @@ def parity(build: Path, gpu: CudaDevice) -> Iterator[Row]:
                 options["engines"] = build / compile_build(build, "auto", None, compiler).folder
             found = runtime_parity(load_chain(build, **options), build)
         except PROBLEMS as e:
-            yield Row(what, 0, 1, 0, time.perf_counter() - start, " ".join(str(e).split()))
+            yield CheckRow(what, 0, 1, 0, time.perf_counter() - start, " ".join(str(e).split()))
             continue
         failed = [row for row in found.rows if not row.passed]
         remark = f"first: {failed[0].tap} of {failed[0].case}" if failed else ""
         passed = len(found.rows) - len(failed)
-        yield Row(what, passed, len(failed), 0, time.perf_counter() - start, remark)
+        yield CheckRow(what, passed, len(failed), 0, time.perf_counter() - start, remark)
 
 
 app = make_app(__doc__.splitlines()[0])

@@ -15,12 +15,12 @@ from graphs.budget.gpus import GPUS, UnknownGpuError, find_gpu
 from graphs.budget.show import Show, show_built, show_checkpoints, show_models
 from graphs.cli import make_app, progress_bar, run, wide_console
 from graphs.contract.config import PRESETS, load_config
-from graphs.contract.manifest import MODES, Compiler, EngineRecord, Manifest, Profile
+from graphs.contract.manifest import ENGINE_MODES, Compiler, EngineRecord, Manifest, Profile
 from graphs.contract.shapes import CompileError, check_profile
 from graphs.contract.spec import GRAPHS, BuildSpec, GraphName, Precision
 from graphs.contract.tensorfile import TensorFile
 from graphs.engines.activation_budget import excesses
-from graphs.engines.compile import Step, compile_build
+from graphs.engines.compile import BuildProgress, compile_build
 from graphs.engines.lint import RULES, lint_build
 from graphs.engines.table import engine_table
 from graphs.engines.targets import TARGETS
@@ -299,13 +299,15 @@ class _Display:
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def report(self, graph: GraphName, event: Step | EngineRecord) -> None:
+    def report(self, graph: GraphName, event: BuildProgress | EngineRecord) -> None:
         if graph not in self.tasks:
             self.tasks[graph] = self.progress.add_task("", total=1.0, graph=graph)
-        share, text = (event.share, event.phase) if isinstance(event, Step) else (1.0, "done")
+        share, text = (
+            (event.share, event.phase) if isinstance(event, BuildProgress) else (1.0, "done")
+        )
         self.progress.update(self.tasks[graph], completed=share, description=text)
         if isinstance(event, EngineRecord) and not self.console.is_terminal:
-            activation = ", ".join(f"{_mb(event.activation_bytes[m])} {m}" for m in MODES)
+            activation = ", ".join(f"{_mb(event.activation_bytes[m])} {m}" for m in ENGINE_MODES)
             self.console.print(
                 f"{graph}: {event.seconds:.1f} s, engine {_mb(event.bytes)}, "
                 f"activation {activation}"
@@ -319,13 +321,13 @@ def _engine_table(manifest: Manifest) -> Table:
         f"1 × {p.tokens} tokens, on up to {p.context} cached rows"
     )
     table.add_column("graph")
-    for column in ("seconds", "peak memory", "engine", *(f"activation, {m}" for m in MODES)):
+    for column in ("seconds", "peak memory", "engine", *(f"activation, {m}" for m in ENGINE_MODES)):
         table.add_column(column, justify="right")
     for graph, engine in manifest.engines.items():
         sizes = (
             engine.peak_resident_bytes,
             engine.bytes,
-            *(engine.activation_bytes[m] for m in MODES),
+            *(engine.activation_bytes[m] for m in ENGINE_MODES),
         )
         table.add_row(graph, f"{engine.seconds:.1f}", *map(_mb, sizes))
     return table

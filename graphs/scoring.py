@@ -57,7 +57,7 @@ def scored_logits(
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ScoreComparison:
     """One build's scores beside another's, the reference's.
 
     `change` of the bits, relative; `agreement`: the share of tokens with the same likeliest id;
@@ -111,7 +111,7 @@ class Scores:
     def bits_per_token(self) -> float:
         return self.bits / len(self.tokens)
 
-    def against(self, reference: "Scores") -> Comparison:
+    def against(self, reference: "Scores") -> ScoreComparison:
         """Raises BuildError where the reference scored another text, or in other tokens."""
         if not np.array_equal(self.tokens, reference.tokens):
             raise BuildError(
@@ -119,7 +119,7 @@ class Scores:
                 f"{len(reference.tokens)} of another text or tokenizer; score the same text again"
             )
         other = self.top != reference.top
-        return Comparison(
+        return ScoreComparison(
             change=self.bits / reference.bits - 1,
             agreement=1 - float(other.mean()),
             margin=float(reference.margin[other].max(initial=0)),

@@ -17,19 +17,19 @@ from graphs.parity.compare import (
     FP8_FREE,
     RMS,
     TIE_MARGIN,
-    Case,
-    Limit,
-    Subject,
+    ComparedTensor,
+    ErrorLimit,
+    ReplayCase,
     compare,
     limit_for,
     relative_rms,
 )
-from graphs.parity.findings import Comparison, Fragment, Hint, Routing, Tie, distinct
+from graphs.parity.findings import Fragment, Hint, RoutingRecord, TapComparison, Tie, distinct
 from graphs.parity.graphs import compare_taps, with_bounds
 from graphs.parity.hints.masks import position_hint
 from graphs.parity.replay import ExpertOutput, golden_inputs, graph_cases
 from graphs.parity.taps import SYMBOLS
-from runtime.backends import Slot
+from runtime.backends import ExpertSlot
 from runtime.devices.base import Buffer
 from runtime.serving.request import Request
 from runtime.serving.scheduler import Scheduler
@@ -68,12 +68,12 @@ class _Run:
     """What was found so far."""
 
     chain: Chain
-    rows: list[Comparison] = field(default_factory=list)
-    routing: list[Routing] = field(default_factory=list)
+    rows: list[TapComparison] = field(default_factory=list)
+    routing: list[RoutingRecord] = field(default_factory=list)
     hints: list[Hint] = field(default_factory=list)
 
     def block(self, golden: TensorFile) -> None:
-        case = Case.of(golden)
+        case = ReplayCase.of(golden)
         self._step_inputs(case, golden)
         spec, chain = self.chain.spec, self.chain
         block = spec.config.block_type(int(golden.metadata["layer"]))
@@ -86,17 +86,17 @@ class _Run:
         else:
             self._experts(case, golden, outputs)
 
-    def _step_inputs(self, case: Case, golden: TensorFile) -> None:
+    def _step_inputs(self, case: ReplayCase, golden: TensorFile) -> None:
         """Positions, as the chain makes them for a step of this case."""
         expected = golden_inputs(golden)
         positions = expected["positions"]
         found = step_positions(positions[:, 0], positions.shape[1], self.chain.config)
-        exact = Limit("max", 0.0)
-        subject = Subject(case, "positions", "positions", 0, "input")
+        exact = ErrorLimit("max", 0.0)
+        subject = ComparedTensor(case, "positions", "positions", 0, "input")
         self.rows.append(compare(subject, found, positions, exact))
         self.hints += position_hint(case, found, positions)
 
-    def _experts(self, case: Case, golden: TensorFile, outputs: dict[str, Array]) -> None:
+    def _experts(self, case: ReplayCase, golden: TensorFile, outputs: dict[str, Array]) -> None:
         """y of a MoE block, on its own outputs and fed the reference's."""
         spec, layer = self.chain.spec, case_layer(case)
         names = ("new", "experts", "expert_weights")
@@ -129,8 +129,8 @@ class _Run:
         """What one expert makes of one token."""
 
         def output(expert: int, h_1D: Array) -> Array:
-            slot = Slot(expert, np.zeros(1, np.int64), np.ones((1, 1), np.float32))
-            idle = Slot(expert, slot.rows, np.zeros((1, 1), np.float32))
+            slot = ExpertSlot(expert, np.zeros(1, np.int64), np.ones((1, 1), np.float32))
+            idle = ExpertSlot(expert, slot.rows, np.zeros((1, 1), np.float32))
             group = [slot] + [idle] * (self.chain.spec.slots - 1)
             row: Array = run_experts(self.chain, layer, [group], h_1D, np.zeros_like(h_1D))[0]
             return row
@@ -139,7 +139,7 @@ class _Run:
 
     def chain_case(self, golden: TensorFile) -> None:
         """Prefill of the prompt in one step, then greedy decoding."""
-        chain, case = self.chain, Case.of(golden)
+        chain, case = self.chain, ReplayCase.of(golden)
         ids, expected = golden["prompt_ids"].tolist(), golden["tokens"]
         handle = chain.cache.allocate()
         try:
@@ -158,13 +158,13 @@ class _Run:
             raise done.error
         noise = {"fp32": TIE_MARGIN["fp32"], "bf16": RMS["bf16"], "fp8": FP8_FREE}
         largest = float(np.abs(golden["logits"]).max())
-        limit = Limit("max", noise[chain.spec.precision] * largest)
-        subject = Subject(case, "tokens", "tokens", 2, "output")
+        limit = ErrorLimit("max", noise[chain.spec.precision] * largest)
+        subject = ComparedTensor(case, "tokens", "tokens", 2, "output")
         self.rows.append(compare_tokens(subject, list(done.tokens), golden, limit))
 
-    def _free(self, case: Case, order: int, name: str, found: Array, expected: Array) -> None:
+    def _free(self, case: ReplayCase, order: int, name: str, found: Array, expected: Array) -> None:
         """Compare what the chain gave a token each, [M, …], running on its own results."""
-        subject = Subject(case, name, name, order, "output")
+        subject = ComparedTensor(case, name, name, order, "output")
         limit = limit_for(self.chain.spec.precision, name, free=True)
         tap = TapSpec(name, name, name, (), ("M", "W"), "MW")
         self.rows.append(compare(subject, found, expected, limit, tap))
@@ -194,7 +194,7 @@ def run_block(
 
 
 def run_experts(
-    chain: Chain, layer: int, groups: Sequence[Sequence[Slot]], h_MD: Array, acc_MD: Array
+    chain: Chain, layer: int, groups: Sequence[Sequence[ExpertSlot]], h_MD: Array, acc_MD: Array
 ) -> Array:
     """acc and what the experts of `groups` make of h: fp32 [M,D], host arrays all."""
     acc = _placed(chain, acc_MD.astype(np.float32))
@@ -209,14 +209,14 @@ def _placed(chain: Chain, array: Array) -> Buffer:
     return buffer
 
 
-def case_layer(case: Case) -> int:
+def case_layer(case: ReplayCase) -> int:
     assert case.layer is not None, f"{case.name} is of no layer"
     return case.layer
 
 
-def _y(case: Case) -> Subject:
+def _y(case: ReplayCase) -> ComparedTensor:
     """A MoE block's y, behind the outputs of its graph."""
-    return Subject(case, "y", SYMBOLS["y"], 1000 * (1 + len(GRAPHS)), "output")
+    return ComparedTensor(case, "y", SYMBOLS["y"], 1000 * (1 + len(GRAPHS)), "output")
 
 
 def _effect(tie: Tie, y_MD: Array, expected_MD: Array) -> float:
@@ -224,8 +224,8 @@ def _effect(tie: Tie, y_MD: Array, expected_MD: Array) -> float:
 
 
 def compare_tokens(
-    subject: Subject, found: list[int], golden: TensorFile, limit: Limit
-) -> Comparison:
+    subject: ComparedTensor, found: list[int], golden: TensorFile, limit: ErrorLimit
+) -> TapComparison:
     """Greedy tokens, equal up to the first whose logit led by less than the limit: a tie."""
     expected = golden["tokens"].tolist()
     pairs = zip(found, expected, strict=True)

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from graphs.cli import make_app, run, wide_console
 from graphs.contract.spec import BuildError
-from runtime.benchmark.measurements import Measurement, Report
+from runtime.benchmark.measurements import BenchReport, Measurement
 
 ROOT = Path(__file__).parents[2]
 PROBE = Path(__file__).parent / "startup_probe"
@@ -124,7 +124,7 @@ def main(
     last = {f"{m.target}: {kind}": dict(s) for m in found[-1] for kind, s in m.processes.items()}
     share = share_before(found[-1])
     machine, versions = {"cores": os.cpu_count()}, {name: version(name) for name in PACKAGES}
-    Report(machine, versions, measurements, {"phases": last, "before": share}).save(out)
+    BenchReport(machine, versions, measurements, {"phases": last, "before": share}).save(out)
     wide_console().print(table(preset, found[-1]))
     print(f"start-up and imports: {share:.0%} of all processes' time, waiting apart")
     if measurements[-1].median > LIMIT:

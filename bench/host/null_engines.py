@@ -23,8 +23,8 @@ from graphs.contract.spec import BuildSpec, GraphName, GraphSpec, TensorSpec
 from graphs.contract.tensorfile import DTYPES, Array, TensorFile
 from graphs.ops import OPSET
 from graphs.session import ONNX_TYPE
-from runtime.backends import Backend, Slot
-from runtime.backends.engine import Engine
+from runtime.backends import Backend, ExpertSlot
+from runtime.backends.engine import LoadedEngine
 from runtime.backends.onnxruntime import OnnxRuntimeBackend
 from runtime.backends.tensorrt import TensorRTBackend
 from runtime.devices.base import Buffer, Device, HostDevice, Progress, no_progress
@@ -108,7 +108,12 @@ class NullBackend:
         pass
 
     def experts(
-        self, layer: int, groups: Sequence[Sequence[Slot]], h: Buffer, acc: Buffer, spare: Buffer
+        self,
+        layer: int,
+        groups: Sequence[Sequence[ExpertSlot]],
+        h: Buffer,
+        acc: Buffer,
+        spare: Buffer,
     ) -> tuple[Buffer, Buffer]:
         return acc, spare
 
@@ -220,7 +225,7 @@ def null_tensorrt(spec: BuildSpec, profile: Profile) -> Backend:
         create_execution_context=lambda how: NullContext(),
     )
     record: Any = None  # is read where a shape is refused
-    engines: dict[GraphName, Engine] = {
-        graph: Engine(library, graph, opened, record) for graph in spec.graphs
+    engines: dict[GraphName, LoadedEngine] = {
+        graph: LoadedEngine(library, graph, opened, record) for graph in spec.graphs
     }
     return TensorRTBackend(spec, profile, NullGpu(NullDriver()), engines, [])

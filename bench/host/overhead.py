@@ -32,7 +32,7 @@ from bench.host.null_engines import (
 from graphs.cli import make_app, run, wide_console
 from graphs.contract.manifest import Profile
 from graphs.contract.spec import BuildError, BuildSpec
-from runtime.benchmark.measurements import Measurement, Report, in_turns
+from runtime.benchmark.measurements import BenchReport, Measurement, in_turns
 from runtime.step.chain import Chain
 
 CACHED = 1000
@@ -125,7 +125,7 @@ def main(
             for sequences in SEQUENCES:
                 found += overheads(by, open_backend, spec, sequences, rounds)
     machine, versions = {"cores": os.cpu_count()}, {name: version(name) for name in PACKAGES}
-    Report(machine, versions, found).save(out)
+    BenchReport(machine, versions, found).save(out)
     wide_console().print(table(found))
     if found[0].median > LIMIT:
         print(f"more than {LIMIT * 1e6:.0f} µs a layer and step", file=sys.stderr)

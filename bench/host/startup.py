@@ -19,7 +19,7 @@ from rich.table import Table
 
 from graphs.cli import make_app, run, wide_console
 from graphs.contract.spec import BuildError
-from runtime.benchmark.measurements import Measurement, Report
+from runtime.benchmark.measurements import BenchReport, Measurement
 
 PROMPT = "And it came to pass"
 LIMIT = 2.0  # seconds to load k2-nano and make the first token
@@ -90,7 +90,7 @@ def main(
     """Measure it; exit status 1 where loading and the first token take more than 2 s."""
     found = measure(builds, rounds, threads)
     machine, versions = {"cores": os.cpu_count()}, {name: version(name) for name in PACKAGES}
-    Report(machine, versions, found).save(out)
+    BenchReport(machine, versions, found).save(out)
     wide_console().print(table(found))
     if any(after_imports(found, one.by) > LIMIT for one in found):
         print(f"more than {LIMIT:.0f} s to load and make the first token", file=sys.stderr)

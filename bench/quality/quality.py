@@ -57,7 +57,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Row:
+class QualityRow:
     """One model beside another: relative change of its bits, share of tokens with the same
     likeliest one, mean KL divergence from the other in bits a token.
     """
@@ -70,7 +70,7 @@ class Row:
     divergence: float
 
     @classmethod
-    def of(cls, name: str, against: str, found: Scored, reference: Scored) -> "Row":
+    def of(cls, name: str, against: str, found: Scored, reference: Scored) -> "QualityRow":
         compared = found.scores.against(reference.scores)
         nats = divergence(reference.logits, found.logits).mean()
         return cls(
@@ -84,7 +84,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Subject:
+class QualityModel:
     """A model as checkpoint, builds and INT4 checkpoint; `text` in the tokens of its tokenizer."""
 
     checkpoint: Checkpoint
@@ -111,30 +111,30 @@ class Subject:
         return Scored.of(logits, tokens, self.checkpoint.config.bos_token_id, len(text))
 
 
-def by_precision(subject: Subject) -> Iterator[Row]:
+def by_precision(subject: QualityModel) -> Iterator[QualityRow]:
     """The first table."""
     fp32 = subject.of_build("fp32")
-    yield Row.of(FP32, FP32, fp32, fp32)
-    yield Row.of("bf16, widened", FP32, subject.of_build("bf16"), fp32)
-    yield Row.of(FP8, FP32, subject.of_build("fp8"), fp32)
-    yield Row.of(STORED, FP32, subject.of_model(subject.checkpoint.reference()), fp32)
+    yield QualityRow.of(FP32, FP32, fp32, fp32)
+    yield QualityRow.of("bf16, widened", FP32, subject.of_build("bf16"), fp32)
+    yield QualityRow.of(FP8, FP32, subject.of_build("fp8"), fp32)
+    yield QualityRow.of(STORED, FP32, subject.of_model(subject.checkpoint.reference()), fp32)
     int4 = subject.of_model(subject.int4.reference())
-    yield Row.of(INT4, FP32, int4, fp32)
+    yield QualityRow.of(INT4, FP32, int4, fp32)
     int4_fp8 = subject.of_build("int4/fp8")
-    yield Row.of(INT4_FP8, FP32, int4_fp8, fp32)
-    yield Row.of(INT4_FP8, INT4, int4_fp8, int4)
+    yield QualityRow.of(INT4_FP8, FP32, int4_fp8, fp32)
+    yield QualityRow.of(INT4_FP8, INT4, int4_fp8, int4)
 
 
-def by_layer(subject: Subject, text_bytes: int) -> Iterator[Row]:
+def by_layer(subject: QualityModel, text_bytes: int) -> Iterator[QualityRow]:
     """The second table, of the text's first bytes."""
     wide = subject.of_model(subject.checkpoint.reference(), text_bytes)
     groups = {kind: (kind,) for kind in KINDS} | {"all of these": tuple(KINDS)}
     for name, kinds in groups.items():
         model = with_fp8(subject.checkpoint, *kinds)
-        yield Row.of(name, "all wide", subject.of_model(model, text_bytes), wide)
+        yield QualityRow.of(name, "all wide", subject.of_model(model, text_bytes), wide)
 
 
-def failure(rows: Sequence[Row]) -> str | None:
+def failure(rows: Sequence[QualityRow]) -> str | None:
     """What to say of the first table where fp8 misses the bar."""
     change = next(row.change for row in rows if row.name == FP8)
     if change <= BAR:
@@ -145,7 +145,7 @@ def failure(rows: Sequence[Row]) -> str | None:
     )
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[QualityRow]) -> str:
     lines = [
         "| | bits per byte | against | change | same likeliest token | KL, bits a token |",
         "|---|---:|---|---:|---:|---:|",
@@ -183,7 +183,7 @@ def main(
     opened = Checkpoint.open(checkpoint)
     tokenizer = load_tokenizer(builds / "fp32", opened.config)
     int4 = Checkpoint.open(builds / "int4" / "checkpoint")
-    subject = Subject(opened, int4, builds, tokenizer, text.read_bytes(), threads)
+    subject = QualityModel(opened, int4, builds, tokenizer, text.read_bytes(), threads)
     with progress_bar() as progress:
         first = list(progress.track(by_precision(subject), total=7, description="precisions"))
         layers = progress.track(by_layer(subject, part), total=len(KINDS) + 1, description="layers")

@@ -10,23 +10,23 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.speed.dense_block import OURS, THEIRS, kind_of
-from runtime.benchmark.cases import Case
-from runtime.benchmark.measurements import Measurement, Report
+from runtime.benchmark.cases import BenchCase
+from runtime.benchmark.measurements import BenchReport, Measurement
 
 TIMES_THEIRS = {
-    Case(1, 1, 1000): 4.0,
-    Case(1, 1, 4096): 10.0,
-    Case(1, 1, 32768): 30.0,
-    Case(8, 1, 1000): 6.0,
-    Case(1, 128, 0): 1.2,
+    BenchCase(1, 1, 1000): 4.0,
+    BenchCase(1, 1, 4096): 10.0,
+    BenchCase(1, 1, 32768): 30.0,
+    BenchCase(8, 1, 1000): 6.0,
+    BenchCase(1, 128, 0): 1.2,
 }
-TIMES_FLOOR = {Case(1, 1, 1000): 1.35}
+TIMES_FLOOR = {BenchCase(1, 1, 1000): 1.35}
 LIMITS = {"read": "B", "multiply": "FLOP"}  # what was run, and what is counted
 GROWTH = 1.1  # of a step, where only the memory given to the cache grows
 
 
 @dataclass(frozen=True)
-class Bar:
+class SpeedBar:
     """A ratio, and the bound that it has to reach, or to stay below where `most`."""
 
     what: str
@@ -39,7 +39,7 @@ class Bar:
         return self.ratio <= self.bound if self.most else self.ratio >= self.bound
 
     @classmethod
-    def of(cls, raw: dict[str, Any]) -> "Bar":
+    def of(cls, raw: dict[str, Any]) -> "SpeedBar":
         """From `as_dict`."""
         return cls(raw["what"], raw["ratio"], raw["bound"], raw["most"])
 
@@ -51,36 +51,36 @@ class Bar:
         return asdict(self) | {"met": self.met}
 
 
-def judge(report: Report) -> Iterator[Bar]:
+def judge(report: BenchReport) -> Iterator[SpeedBar]:
     """Every bar whose runs the report has."""
     for case, bound in TIMES_THEIRS.items():
         if ours := step_of(report, OURS, case):
             ratio = ratio_of(faster(report, case), ours)
-            yield Bar(f"transformers' time over ours, {case}", ratio, bound)
+            yield SpeedBar(f"transformers' time over ours, {case}", ratio, bound)
     for case, bound in TIMES_FLOOR.items():
         if ours := step_of(report, OURS, case):
             ratio = times_floor(report, ours)
-            yield Bar(f"our time over the floor, {case}", ratio, bound, most=True)
+            yield SpeedBar(f"our time over the floor, {case}", ratio, bound, most=True)
     if steps := growth_of(report):
         small, large = steps
         sizes = (f"{m.case['cache_rows']:,}" for m in (large, small))
         what = f"a step on {small.case['cached']} rows, a cache of {' over one of '.join(sizes)}"
-        yield Bar(what, ratio_of(large, small), GROWTH, most=True)
+        yield SpeedBar(what, ratio_of(large, small), GROWTH, most=True)
 
 
-def step_of(report: Report, by: str, case: Case) -> Measurement | None:
+def step_of(report: BenchReport, by: str, case: BenchCase) -> Measurement | None:
     """Of the block; None where the report has it not."""
     return measured(report, kind_of(case), by, case.sizes)
 
 
-def measured(report: Report, what: str, by: str, case: dict[str, int]) -> Measurement | None:
+def measured(report: BenchReport, what: str, by: str, case: dict[str, int]) -> Measurement | None:
     try:
         return report.find(what, by, "wall", **case)
     except KeyError:
         return None
 
 
-def faster(report: Report, case: Case) -> Measurement:
+def faster(report: BenchReport, case: BenchCase) -> Measurement:
     """Of transformers' two. Raises KeyError."""
     found = [m for by in THEIRS if (m := step_of(report, by, case))]
     if not found:
@@ -88,7 +88,7 @@ def faster(report: Report, case: Case) -> Measurement:
     return min(found, key=lambda m: m.median)
 
 
-def growth_of(report: Report) -> tuple[Measurement, Measurement] | None:
+def growth_of(report: BenchReport) -> tuple[Measurement, Measurement] | None:
     """A step in the smallest cache and in the largest."""
     steps = [m for m in report.measurements if m.what == "step"]
     steps.sort(key=lambda m: m.case["cache_rows"])
@@ -99,7 +99,7 @@ def ratio_of(a: Measurement, b: Measurement) -> float:
     return statistics.median(x / y for x, y in zip(a.seconds, b.seconds, strict=True))
 
 
-def times_floor(report: Report, step: Measurement) -> float:
+def times_floor(report: BenchReport, step: Measurement) -> float:
     """A step over its floor, at what the machine could do in its own round."""
     assert step.floor_seconds is not None
     limit = next(
@@ -108,7 +108,7 @@ def times_floor(report: Report, step: Measurement) -> float:
     return ratio_of(step, limit) * limit.median / step.floor_seconds
 
 
-def rates(report: Report, what: str) -> list[float]:
+def rates(report: BenchReport, what: str) -> list[float]:
     """How many bytes or operations a second, of every such run in the report."""
     runs = [m for m in report.measurements if m.what == what]
     return [m.case[LIMITS[what]] / seconds for m in runs for seconds in m.seconds]

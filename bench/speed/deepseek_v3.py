@@ -14,14 +14,14 @@ from export.checkpoint.open import Checkpoint
 from export.checkpoint.tensor_names import layer_tensors
 from graphs.contract.tensorfile import Array
 
-Attention = Literal["eager", "sdpa"]
+AttentionKind = Literal["eager", "sdpa"]
 
 # What its config takes for other than the published meaning: types and code of its own, and FP8,
 # since the weights that it gets are decoded.
 NOT_TAKEN = ("model_type", "architectures", "auto_map", "quantization_config", "torch_dtype")
 
 
-def deepseek_config(raw: dict[str, Any], attention: Attention, **options: Any) -> Any:
+def deepseek_config(raw: dict[str, Any], attention: AttentionKind, **options: Any) -> Any:
     own = {key: value for key, value in raw.items() if key not in NOT_TAKEN}
     return DeepseekV3Config(**own, dtype="float32", attn_implementation=attention, **options)
 
@@ -42,7 +42,7 @@ def deepseek_state(state: dict[str, Tensor], experts: int) -> dict[str, Tensor]:
     return fused
 
 
-def deepseek_model(checkpoint: Checkpoint, attention: Attention, **options: Any) -> Any:
+def deepseek_model(checkpoint: Checkpoint, attention: AttentionKind, **options: Any) -> Any:
     """The causal language model. Raises CheckpointError."""
     model = DeepseekV3ForCausalLM(deepseek_config(checkpoint.raw_config, attention, **options))
     state = {name: checkpoint.wide(name) for name in checkpoint.shapes}
@@ -67,7 +67,7 @@ class DeepseekLayer:
         self.layer.requires_grad_(False).eval()
         self.rotary: Any = modeling_deepseek_v3.DeepseekV3RotaryEmbedding(self.config)
 
-    def step(self, attention: Attention, x_BSD: Array, rows_BTW: Array) -> Callable[[], Array]:
+    def step(self, attention: AttentionKind, x_BSD: Array, rows_BTW: Array) -> Callable[[], Array]:
         """What runs x behind cached rows, and returns y [B,S,D].
 
         It pays what the model's own `generate` pays a layer: the cache that grows by concatenation

@@ -14,39 +14,39 @@ from unittest import mock
 
 import numpy as np
 
-from bench.speed.deepseek_v3 import Attention, DeepseekLayer
-from bench.speed.limits import Limit
+from bench.speed.deepseek_v3 import AttentionKind, DeepseekLayer
+from bench.speed.limits import MachineLimit
 from graphs.budget.traffic import graph_traffic
 from graphs.contract.manifest import Profile
 from graphs.contract.tensorfile import Array
 from runtime.backends import BackendError
-from runtime.benchmark.cases import Case, filled
+from runtime.benchmark.cases import BenchCase, filled
 from runtime.benchmark.measurements import Measurement, in_turns
 from runtime.cache.strides import stride_for
 from runtime.load import load_chain
 from runtime.step.chain import Chain
 
 OURS, BESIDE = "ours", "ours, batch-invariant"
-THEIRS = tuple(f"transformers {attention}" for attention in get_args(Attention))
+THEIRS = tuple(f"transformers {attention}" for attention in get_args(AttentionKind))
 AGREEING = 5e-5  # the most; on 32,768 rows each side is up to 1.6e-5 from fp64
 SETTLE = 0.02  # seconds between runs, for the threads of the one before to go to sleep
 
 
-class BenchError(RuntimeError):
+class SpeedError(RuntimeError):
     """Two sides that do not compute the same."""
 
 
 @dataclass(frozen=True)
-class Subject:
+class MeasuredBlock:
     """The block that is measured: our build, the same weights in transformers, both limits."""
 
     build: Path
     layer: DeepseekLayer
-    reading: Limit
-    multiplying: Limit
+    reading: MachineLimit
+    multiplying: MachineLimit
     threads: int
 
-    def open(self, case: Case, batch_invariant: bool) -> Chain:
+    def open(self, case: BenchCase, batch_invariant: bool) -> Chain:
         """Its cache has room for the case, and for the sequence that may stand beside it."""
         stride = stride_for(case.cached + case.tokens)
         profile = Profile(max(case.batch, 2), max(case.tokens, 2), stride)
@@ -68,14 +68,14 @@ class Compared:
     error: float
 
 
-def compare(subject: Subject, case: Case, rounds: int) -> Compared:
+def compare(subject: MeasuredBlock, case: BenchCase, rounds: int) -> Compared:
     """Both sides in turns. Raises BenchError where they do not agree."""
     with ExitStack() as stack:
         alone = stack.enter_context(our_step(subject, case, batch_invariant=False))
         steps = {OURS: alone.run}
         if case.rows == 1:
             steps[BESIDE] = stack.enter_context(our_step(subject, case, batch_invariant=True)).run
-        for name, attention in zip(THEIRS, get_args(Attention), strict=True):
+        for name, attention in zip(THEIRS, get_args(AttentionKind), strict=True):
             steps[name] = subject.layer.step(attention, alone.x, alone.rows)
         error = _agreement(steps, case)
         limit = subject.reading if case.tokens == 1 else subject.multiplying
@@ -93,12 +93,12 @@ def compare(subject: Subject, case: Case, rounds: int) -> Compared:
     return Compared([*found, at_most], error)
 
 
-def kind_of(case: Case) -> str:
+def kind_of(case: BenchCase) -> str:
     return "decode" if case.tokens == 1 else "prefill"
 
 
 def growth(
-    subject: Subject, in_use: int, cache_rows: Sequence[int], rounds: int
+    subject: MeasuredBlock, in_use: int, cache_rows: Sequence[int], rounds: int
 ) -> list[Measurement]:
     """A whole step of the chain on so many rows in use, in caches of several sizes, in turns."""
     with ExitStack() as stack:
@@ -113,11 +113,13 @@ def growth(
 
 
 @contextmanager
-def _whole_step(subject: Subject, in_use: int, cache_rows: int) -> Iterator[Callable[[], None]]:
+def _whole_step(
+    subject: MeasuredBlock, in_use: int, cache_rows: int
+) -> Iterator[Callable[[], None]]:
     """One token through the model, taken back behind it."""
     profile = Profile(batch=2, tokens=2, context=cache_rows)
     chain = load_chain(subject.build, profile=profile, cache=cache_rows, threads=subject.threads)
-    with filled(chain, Case(1, 1, in_use)):
+    with filled(chain, BenchCase(1, 1, in_use)):
         (handle,) = chain.cache.handles
 
         def run() -> None:
@@ -143,7 +145,7 @@ class OurStep:
 
 
 @contextmanager
-def our_step(subject: Subject, case: Case, batch_invariant: bool) -> Iterator[OurStep]:
+def our_step(subject: MeasuredBlock, case: BenchCase, batch_invariant: bool) -> Iterator[OurStep]:
     chain = subject.open(case, batch_invariant)
     random = np.random.default_rng(0)
     ids = random.integers(0, chain.config.vocab_size, (case.batch, case.tokens))
@@ -177,7 +179,7 @@ def _first_call(chain: Chain, ids: list[list[int]]) -> tuple[Any, ...]:
     return called
 
 
-def _agreement(steps: Mapping[str, Callable[[], Array]], case: Case) -> float:
+def _agreement(steps: Mapping[str, Callable[[], Array]], case: BenchCase) -> float:
     """The largest error of ours against theirs. Raises BenchError."""
     outputs = {name: step().copy() for name, step in steps.items()}
     largest = 0.0
@@ -186,7 +188,7 @@ def _agreement(steps: Mapping[str, Callable[[], Array]], case: Case) -> float:
             a, b = outputs[ours], outputs[theirs]
             error = float(np.abs(a - b).max() / np.abs(b).max())
             if not error <= AGREEING:
-                raise BenchError(
+                raise SpeedError(
                     f"{case}, {ours} against {theirs}: max|a−b|/max|b| of at most {AGREEING} "
                     f"expected, found {error:.2e}"
                 )

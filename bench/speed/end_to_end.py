@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 import torch
 
-from bench.speed.deepseek_v3 import Attention, deepseek_model
-from bench.speed.dense_block import BESIDE, OURS, SETTLE, THEIRS, BenchError
+from bench.speed.deepseek_v3 import AttentionKind, deepseek_model
+from bench.speed.dense_block import BESIDE, OURS, SETTLE, THEIRS, SpeedError
 from export.checkpoint.open import Checkpoint
 from runtime import LLM
 from runtime.benchmark.measurements import Measurement, in_turns
@@ -60,14 +60,14 @@ def compare_generation(
     """
     needed = (rounds + 1) * batch * PROMPT_TOKENS
     if len(text) < needed:
-        raise BenchError(f"text: at least {needed} tokens expected, found {len(text)}")
+        raise SpeedError(f"text: at least {needed} tokens expected, found {len(text)}")
     with ExitStack() as stack:
         generators: dict[str, Callable[[Ids], Ids]] = {}
         for name, invariant in ((OURS, False), (BESIDE, True)):
             llm = LLM.load(build, threads=threads, batch_invariant=invariant)
             generators[name] = partial(_ours, stack.enter_context(llm), new_tokens)
         opened = Checkpoint.open(checkpoint)
-        for name, attention in zip(THEIRS, get_args(Attention), strict=True):
+        for name, attention in zip(THEIRS, get_args(AttentionKind), strict=True):
             generators[name] = partial(_theirs, deepseek_model(opened, attention), new_tokens)
         sides = {n: Side(run, pieces(text, batch)) for n, run in generators.items()}
         runs = {name: side.run for name, side in sides.items()}

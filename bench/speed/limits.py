@@ -20,7 +20,7 @@ TRIES = 5
 
 
 @dataclass(frozen=True)
-class Limit:
+class MachineLimit:
     """`run` does so many of `unit` once, as fast as can be."""
 
     by: str
@@ -30,7 +30,7 @@ class Limit:
     run: Callable[[], object]
 
 
-def reading(size: int) -> Limit:
+def reading(size: int) -> MachineLimit:
     """Of so many bytes, rounded down to a row of a matrix."""
     matrix = torch.ones(size // (COLUMNS * 4), COLUMNS)
     ones = torch.ones(max(matrix.shape))
@@ -40,10 +40,10 @@ def reading(size: int) -> Limit:
     }
     seconds = in_turns(ways, TRIES)
     fastest = ways[min(ways, key=lambda name: statistics.median(seconds[name]))]
-    return Limit("memory", "read", "B", matrix.nbytes, fastest)
+    return MachineLimit("memory", "read", "B", matrix.nbytes, fastest)
 
 
-def multiplying(side: int = SIDE) -> Limit:
+def multiplying(side: int = SIDE) -> MachineLimit:
     """Of two square matrices in fp32; two operations a product and sum."""
     a, b = torch.ones(side, side), torch.ones(side, side)
-    return Limit("arithmetic", "multiply", "FLOP", 2 * side**3, lambda: a @ b)
+    return MachineLimit("arithmetic", "multiply", "FLOP", 2 * side**3, lambda: a @ b)

@@ -5,10 +5,10 @@ from typing import Any
 
 import matplotlib
 
-from bench.speed.bars import Bar
+from bench.speed.bars import SpeedBar
 from bench.speed.dense_block import BESIDE, OURS, THEIRS
 from bench.speed.tables import steps_of
-from runtime.benchmark.measurements import Measurement, Report
+from runtime.benchmark.measurements import BenchReport, Measurement
 
 matplotlib.use("Agg")  # no screen
 from matplotlib import pyplot
@@ -17,7 +17,7 @@ COLOURS = {OURS: "#0b6e4f", BESIDE: "#73b79d", THEIRS[0]: "#c1440e", THEIRS[1]: 
 MET, MISSED, FLOOR = "#0b6e4f", "#c1440e", "#555555"
 
 
-def decode_plot(report: Report, path: Path) -> None:
+def decode_plot(report: BenchReport, path: Path) -> None:
     """Milliseconds of a lone token over the rows cached before it, with quartiles; the floor."""
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for by, colour in COLOURS.items():
@@ -37,7 +37,7 @@ def decode_plot(report: Report, path: Path) -> None:
     _save(figure, path)
 
 
-def bars_plot(bars: list[Bar], path: Path) -> None:
+def bars_plot(bars: list[SpeedBar], path: Path) -> None:
     """Each ratio, and its bound as a mark."""
     figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.45 * len(bars)), layout="constrained")
     places = range(len(bars))[::-1]
@@ -52,7 +52,7 @@ def bars_plot(bars: list[Bar], path: Path) -> None:
     _save(figure, path)
 
 
-def _lone(report: Report, by: str) -> list[Measurement]:
+def _lone(report: BenchReport, by: str) -> list[Measurement]:
     found = [m for case, m in steps_of(report, by) if case.rows == 1]
     return sorted(found, key=lambda m: m.case["cached"])
 

@@ -20,7 +20,7 @@ import typer
 
 from bench.speed.bars import judge, rates
 from bench.speed.deepseek_v3 import DeepseekLayer
-from bench.speed.dense_block import BenchError, Subject, compare, growth
+from bench.speed.dense_block import MeasuredBlock, SpeedError, compare, growth
 from bench.speed.end_to_end import compare_generation
 from bench.speed.limits import multiplying, reading
 from bench.speed.plots import bars_plot, decode_plot
@@ -29,20 +29,20 @@ from export.checkpoint.open import Checkpoint
 from export.checkpoint.shards import CheckpointError
 from graphs.cli import make_app, run, wide_console
 from graphs.contract.spec import BuildSpec
-from runtime.benchmark.cases import Case
+from runtime.benchmark.cases import BenchCase
 from runtime.benchmark.machine import describe_machine, describe_versions
-from runtime.benchmark.measurements import Report, ReportError
+from runtime.benchmark.measurements import BenchReport, BenchReportError
 from runtime.tokenizers.load import load_tokenizer
 
 
 @dataclass(frozen=True)
-class Plan:
+class SpeedPlan:
     """What is measured: steps of the block, and those for which half the rounds have to do; in how
     large a buffer memory is read; rows in use, in caches of so many; and the whole model's tokens.
     """
 
-    cases: tuple[Case, ...]
-    slow: tuple[Case, ...]
+    cases: tuple[BenchCase, ...]
+    slow: tuple[BenchCase, ...]
     memory: int
     in_use: int
     cache_rows: tuple[int, ...]
@@ -50,17 +50,22 @@ class Plan:
     new_tokens: int
 
 
-FULL = Plan(
-    cases=(Case(1, 1, 1000), Case(1, 1, 4096), Case(8, 1, 1000), Case(1, 128, 0)),
-    slow=(Case(1, 1, 32768), Case(1, 512, 0)),
+FULL = SpeedPlan(
+    cases=(
+        BenchCase(1, 1, 1000),
+        BenchCase(1, 1, 4096),
+        BenchCase(8, 1, 1000),
+        BenchCase(1, 128, 0),
+    ),
+    slow=(BenchCase(1, 1, 32768), BenchCase(1, 512, 0)),
     memory=2 << 30,
     in_use=100,
     cache_rows=(1024, 32768),
     batches=(1, 8),
     new_tokens=128,
 )
-QUICK = Plan(
-    cases=(Case(1, 1, 100), Case(1, 1, 400), Case(4, 1, 100), Case(1, 16, 0)),
+QUICK = SpeedPlan(
+    cases=(BenchCase(1, 1, 100), BenchCase(1, 1, 400), BenchCase(4, 1, 100), BenchCase(1, 16, 0)),
     slow=(),
     memory=32 << 20,
     in_use=100,
@@ -107,18 +112,20 @@ def measure(
 @app.command()
 def markdown(report: Annotated[Path, typer.Argument(help="A bench.json.")]) -> None:
     """The same tables again, for a README."""
-    found = Report.load(report)
+    found = BenchReport.load(report)
     print("\n\n".join(sheet.markdown for sheet in sheets(found)) + "\n")
     for line in notes(found):
         print(f"- {line}")
 
 
-def _measure_block(plan: Plan, build: Path, checkpoint: Path, rounds: int, threads: int) -> Report:
+def _measure_block(
+    plan: SpeedPlan, build: Path, checkpoint: Path, rounds: int, threads: int
+) -> BenchReport:
     layer = DeepseekLayer(Checkpoint.open(checkpoint))
-    subject = Subject(build, layer, reading(plan.memory), multiplying(), threads)
+    subject = MeasuredBlock(build, layer, reading(plan.memory), multiplying(), threads)
     chain = subject.open(plan.cases[0], batch_invariant=False)
     versions = describe_versions(chain) | {"transformers": version("transformers")}
-    report = Report(describe_machine(chain) | {"threads": threads}, versions)
+    report = BenchReport(describe_machine(chain) | {"threads": threads}, versions)
     errors = report.computed["max_error"] = {}
     for case in (*plan.cases, *plan.slow):
         print(f"the block, {case}", file=sys.stderr)
@@ -131,8 +138,8 @@ def _measure_block(plan: Plan, build: Path, checkpoint: Path, rounds: int, threa
 
 
 def _measure_model(
-    report: Report,
-    plan: Plan,
+    report: BenchReport,
+    plan: SpeedPlan,
     build: Path,
     checkpoint: Path,
     text: Path,
@@ -150,4 +157,4 @@ def _measure_model(
 
 
 if __name__ == "__main__":
-    run(app, CheckpointError, BenchError, ReportError)
+    run(app, CheckpointError, SpeedError, BenchReportError)

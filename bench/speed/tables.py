@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from bench.speed.bars import Bar, faster, measured, rates, ratio_of, step_of, times_floor
+from bench.speed.bars import SpeedBar, faster, measured, rates, ratio_of, step_of, times_floor
 from bench.speed.dense_block import BESIDE, OURS, THEIRS
-from runtime.benchmark.cases import Case
-from runtime.benchmark.measurements import Measurement, Report
+from runtime.benchmark.cases import BenchCase
+from runtime.benchmark.measurements import BenchReport, Measurement
 
 HEADINGS = {OURS: OURS, BESIDE: "batch-invariant"} | {by: by.split()[-1] for by in THEIRS}
 
@@ -37,7 +37,7 @@ class Sheet:
         return "\n".join(f"| {' | '.join(line)} |" for line in (self.columns, rule, *self.lines))
 
 
-def sheets(report: Report) -> list[Sheet]:
+def sheets(report: BenchReport) -> list[Sheet]:
     """The block's, and the whole small model's."""
     return [
         Sheet(("the block, ms", *HEADINGS.values(), "× faster", "× floor"), list(_steps(report))),
@@ -45,7 +45,7 @@ def sheets(report: Report) -> list[Sheet]:
     ]
 
 
-def notes(report: Report) -> Iterator[str]:
+def notes(report: BenchReport) -> Iterator[str]:
     """What the tables leave out, and the bars."""
     for what, unit in ("read", "GB/s of memory read"), ("multiply", "GFLOP/s multiplied"):
         low, middle, high = statistics.quantiles(rates(report, what), n=4)
@@ -55,10 +55,10 @@ def notes(report: Report) -> Iterator[str]:
     yield f"the block's output against transformers': max|a−b|/max|b| ≤ {max(errors.values()):.1e}"
     yield f"tokens that equal transformers': {min(same.values()):.2%}"
     for bar in report.computed["bars"]:
-        yield str(Bar.of(bar))
+        yield str(SpeedBar.of(bar))
 
 
-def _steps(report: Report) -> Iterator[list[str]]:
+def _steps(report: BenchReport) -> Iterator[list[str]]:
     for case, ours in steps_of(report, OURS):
         found = [step_of(report, by, case) for by in HEADINGS]
         floor = f"{times_floor(report, ours):.2f}"
@@ -66,14 +66,14 @@ def _steps(report: Report) -> Iterator[list[str]]:
         yield [_name(case), *cells, f"{ratio_of(faster(report, case), ours):.1f}", floor]
 
 
-def steps_of(report: Report, by: str) -> Iterator[tuple[Case, Measurement]]:
+def steps_of(report: BenchReport, by: str) -> Iterator[tuple[BenchCase, Measurement]]:
     """All of the block."""
     for found in report.measurements:
         if found.what in ("decode", "prefill") and found.by == by:
-            yield Case(**found.case), found
+            yield BenchCase(**found.case), found
 
 
-def _rates(report: Report) -> Iterator[list[str]]:
+def _rates(report: BenchReport) -> Iterator[list[str]]:
     for ours in report.measurements:
         if (ours.what, ours.by) == ("generate", OURS):
             found = [m for by in HEADINGS if (m := measured(report, "generate", by, ours.case))]
@@ -96,7 +96,7 @@ def _milliseconds(found: Measurement) -> str:
     return f"{median} ({low}–{high})"
 
 
-def _name(case: Case) -> str:
+def _name(case: BenchCase) -> str:
     if case.tokens > 1:
         return f"prefill, {case.tokens}"
     return f"decode, {case.batch} × {case.cached:,} cached"

@@ -18,9 +18,9 @@ Parameters are only declared: under FakeTensorMode nothing is allocated, at any 
 import torch
 from torch import Tensor, nn
 
-from export.engine.layers import Form, Gate, RMSNorm, SwiGLU, WideLinear, linear, parameter
+from export.engine.layers import Gate, LinearForm, RMSNorm, SwiGLU, WideLinear, linear, parameter
 from graphs.contract.config import LATENT_NORM_EPS, ModelConfig
-from graphs.contract.spec import SLOTS
+from graphs.contract.spec import EXPERT_SLOTS
 from graphs.ops.latent_attention import latent_attention
 from graphs.ops.rope import rope
 
@@ -28,7 +28,7 @@ from graphs.ops.rope import rope
 class AttentionBranch(nn.Module):
     """Norm, attention and residual addition, shared by the dense and the MoE block."""
 
-    def __init__(self, config: ModelConfig, form: Form) -> None:
+    def __init__(self, config: ModelConfig, form: LinearForm) -> None:
         super().__init__()
         self.config, self.form = config, form
         D, Q, C = config.hidden_size, config.q_lora_rank, config.kv_lora_rank
@@ -85,7 +85,7 @@ class AttentionBranch(nn.Module):
 class DenseBlock(nn.Module):
     """Graph `dense`."""
 
-    def __init__(self, config: ModelConfig, form: Form) -> None:
+    def __init__(self, config: ModelConfig, form: LinearForm) -> None:
         super().__init__()
         self.form = form
         self.attention = AttentionBranch(config, form)
@@ -110,7 +110,7 @@ class DenseBlock(nn.Module):
 class MoEBlock(nn.Module):
     """Graph `moe`: all of a MoE block but the routed experts."""
 
-    def __init__(self, config: ModelConfig, form: Form) -> None:
+    def __init__(self, config: ModelConfig, form: LinearForm) -> None:
         super().__init__()
         self.config, self.form = config, form
         self.attention = AttentionBranch(config, form)
@@ -148,10 +148,11 @@ class Experts(nn.Module):
     result.
     """
 
-    def __init__(self, config: ModelConfig, form: Form) -> None:
+    def __init__(self, config: ModelConfig, form: LinearForm) -> None:
         super().__init__()
         self.slots = nn.ModuleList(
-            SwiGLU(config.hidden_size, config.moe_intermediate_size, form) for _ in range(SLOTS)
+            SwiGLU(config.hidden_size, config.moe_intermediate_size, form)
+            for _ in range(EXPERT_SLOTS)
         )
 
     def forward(self, h: Tensor, acc: Tensor, rows: list[Tensor], gates: list[Tensor]) -> Tensor:
@@ -166,7 +167,7 @@ class Experts(nn.Module):
 class Head(nn.Module):
     """Graph `head`: final norm and lm_head, which stays in 16 bits at fp8."""
 
-    def __init__(self, config: ModelConfig, form: Form) -> None:
+    def __init__(self, config: ModelConfig, form: LinearForm) -> None:
         super().__init__()
         self.form = form
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

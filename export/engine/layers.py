@@ -15,14 +15,14 @@ from graphs.ops.topk_gate import topk_gate
 
 
 @dataclass(frozen=True)
-class Form:
+class LinearForm:
     """How a precision is carried out: the dtype of activations and of wide weights; FP8 or not."""
 
     activation: torch.dtype
     fp8: bool
 
     @classmethod
-    def of(cls, precision: Precision) -> "Form":
+    def of(cls, precision: Precision) -> "LinearForm":
         return cls(torch.float32 if precision == "fp32" else torch.bfloat16, precision == "fp8")
 
 
@@ -50,7 +50,7 @@ class WideLinear(nn.Module):
         return nn.functional.linear(x_MK, self.weight)
 
 
-def linear(fan_in: int, fan_out: int, form: Form) -> nn.Module:
+def linear(fan_in: int, fan_out: int, form: LinearForm) -> nn.Module:
     return FP8Linear(fan_in, fan_out) if form.fp8 else WideLinear(fan_in, fan_out, form.activation)
 
 
@@ -67,7 +67,7 @@ class RMSNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, hidden_size: int, width: int, form: Form) -> None:
+    def __init__(self, hidden_size: int, width: int, form: LinearForm) -> None:
         super().__init__()
         self.width = width
         self.gate_up = linear(hidden_size, 2 * width, form)

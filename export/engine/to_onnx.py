@@ -23,17 +23,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from export.engine.blocks import DenseBlock, Experts, Head, MoEBlock
-from export.engine.layers import Form
+from export.engine.layers import LinearForm
 from graphs.contract.config import ModelConfig
 from graphs.contract.spec import (
+    EXPERT_SLOTS,
     GRAPHS,
-    SLOTS,
     BuildError,
     BuildSpec,
     GraphName,
     GraphSpec,
-    Kind,
     Precision,
+    TensorKind,
     TensorSpec,
     config_hash,
 )
@@ -47,13 +47,13 @@ from graphs.passes.infer_shapes import infer_shapes
 class Recipe:
     """What torch.onnx.export is told about a graph. No two example sizes are the same."""
 
-    module: Callable[[ModelConfig, Form], nn.Module]
-    inputs: Callable[[ModelConfig, Form], dict[str, Any]]
+    module: Callable[[ModelConfig, LinearForm], nn.Module]
+    inputs: Callable[[ModelConfig, LinearForm], dict[str, Any]]
     dynamic: dict[str, Any]
     outputs: tuple[str, ...]
 
 
-def _block_inputs(config: ModelConfig, form: Form) -> dict[str, torch.Tensor]:
+def _block_inputs(config: ModelConfig, form: LinearForm) -> dict[str, torch.Tensor]:
     B, S, L, act = 2, 3, 5, form.activation
     P, r = config.max_position_embeddings, config.qk_rope_head_dim // 2
     return {
@@ -65,13 +65,13 @@ def _block_inputs(config: ModelConfig, form: Form) -> dict[str, torch.Tensor]:
     }
 
 
-def _experts_inputs(config: ModelConfig, form: Form) -> dict[str, Any]:
+def _experts_inputs(config: ModelConfig, form: LinearForm) -> dict[str, Any]:
     M, D, act = 31, config.hidden_size, form.activation
     return {
         "h": torch.empty(M, D, dtype=act),
         "acc": torch.empty(M, D),
-        "rows": [torch.empty(2 + i, dtype=torch.int64) for i in range(SLOTS)],
-        "gates": [torch.empty(2 + i, 1) for i in range(SLOTS)],
+        "rows": [torch.empty(2 + i, dtype=torch.int64) for i in range(EXPERT_SLOTS)],
+        "gates": [torch.empty(2 + i, 1) for i in range(EXPERT_SLOTS)],
     }
 
 
@@ -94,8 +94,8 @@ RECIPES: dict[GraphName, Recipe] = {
         {
             "h": {0: "tokens"},
             "acc": {0: "tokens"},
-            "rows": [{0: f"rows_{i}"} for i in range(SLOTS)],
-            "gates": [{0: f"rows_{i}"} for i in range(SLOTS)],
+            "rows": [{0: f"rows_{i}"} for i in range(EXPERT_SLOTS)],
+            "gates": [{0: f"rows_{i}"} for i in range(EXPERT_SLOTS)],
         },
         ("acc_out",),
     ),
@@ -110,7 +110,7 @@ RECIPES: dict[GraphName, Recipe] = {
 
 def export_graph(config: ModelConfig, precision: Precision, graph: GraphName) -> onnx.ModelProto:
     """One graph, checked, its weights inputs and every value shaped."""
-    recipe, form = RECIPES[graph], Form.of(precision)
+    recipe, form = RECIPES[graph], LinearForm.of(precision)
     with FakeTensorMode():
         module = recipe.module(config, form).eval()
         example = recipe.inputs(config, form)
@@ -198,7 +198,7 @@ def _refuse_other_build(raw_config: dict[str, Any], precision: Precision, build:
 def _tensor_spec(value: onnx.ValueInfoProto) -> TensorSpec:
     tensor = value.type.tensor_type
     dims = tuple(d.dim_param or d.dim_value for d in tensor.shape.dim)
-    kind: Kind = "table" if value.name in ("cos", "sin") else "activation"
+    kind: TensorKind = "table" if value.name in ("cos", "sin") else "activation"
     if "." in value.name:  # only parameters have dotted names
         kind = "weight"
     dtype = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()

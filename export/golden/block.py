@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from export.checkpoint.open import Checkpoint
-from export.engine.layers import Form
+from export.engine.layers import LinearForm
 from export.golden.regrid import regrid
 from export.golden.rounded import round_bf16
 from export.packing.layer_weights import LayerPacker, to_numpy
@@ -24,7 +24,7 @@ from export.reference.attention import LatentRows, Taps, causal_mask
 from export.reference.block import Block
 from export.reference.feedforward import MoE
 from graphs.contract.config import ModelConfig
-from graphs.contract.spec import SLOTS, BuildSpec, Precision
+from graphs.contract.spec import EXPERT_SLOTS, BuildSpec, Precision
 from graphs.contract.tensorfile import write_arrays
 from graphs.ops import MASKED
 
@@ -32,7 +32,7 @@ Arrays = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Case:
+class GoldenCase:
     """The content of one file of goldens."""
 
     name: str
@@ -40,7 +40,7 @@ class Case:
     arrays: Arrays
 
 
-def write_cases(spec: BuildSpec, build: Path, cases: Iterable[Case]) -> list[Path]:
+def write_cases(spec: BuildSpec, build: Path, cases: Iterable[GoldenCase]) -> list[Path]:
     """Write them in place of all earlier goldens, when all are made."""
     with tempfile.TemporaryDirectory(dir=build, prefix=".golden_") as folder:
         files = [_write(spec, Path(folder), case) for case in cases]
@@ -49,7 +49,7 @@ def write_cases(spec: BuildSpec, build: Path, cases: Iterable[Case]) -> list[Pat
         return [file.replace(build / "golden" / file.name) for file in files]
 
 
-def _write(spec: BuildSpec, folder: Path, case: Case) -> Path:
+def _write(spec: BuildSpec, folder: Path, case: GoldenCase) -> Path:
     path = folder / f"{case.name}.safetensors"
     numpy = {key: to_numpy(value.detach()) for key, value in case.arrays.items()}
     write_arrays(path, numpy, spec.file_metadata(case.name) | case.metadata)
@@ -78,15 +78,15 @@ class BlockGolden:
 
     @property
     def packer(self) -> LayerPacker:
-        return LayerPacker(self.checkpoint, Form.of(self.precision), self.layer)
+        return LayerPacker(self.checkpoint, LinearForm.of(self.precision), self.layer)
 
     @property
     def activation(self) -> torch.dtype:
-        return Form.of(self.precision).activation
+        return LinearForm.of(self.precision).activation
 
     def case(
         self, mode: str, x_BSD: Tensor, context: Tensor, lengths: Sequence[int], stride: int
-    ) -> Case:
+    ) -> GoldenCase:
         """The block on a batch of unequal contexts; the reference runs each sequence alone."""
         batch, new, _ = x_BSD.shape
         positions = torch.tensor(lengths)[:, None] + torch.arange(new)
@@ -114,7 +114,7 @@ class BlockGolden:
         graph = self.config.block_type(self.layer)
         if mode == "prefill":
             arrays |= self._regrids({m: m for m in self._linears(graph)})
-        return Case(f"{graph}_{self.layer:03d}_{mode}", self._metadata(graph, mode), arrays)
+        return GoldenCase(f"{graph}_{self.layer:03d}_{mode}", self._metadata(graph, mode), arrays)
 
     def _linears(self, graph: str) -> list[str]:
         """The block's packed linear layers; `attention` is W_UK and W_UV together."""
@@ -157,7 +157,7 @@ class BlockGolden:
             }
         return outputs
 
-    def experts_cases(self, mode: str, block_case: Arrays) -> Iterator[Case]:
+    def experts_cases(self, mode: str, block_case: Arrays) -> Iterator[GoldenCase]:
         """The experts graph on all experts of a case of this block, the last slot unused.
 
         A case starts from the sum with which the one before it ended, so the last ends with y.
@@ -167,11 +167,11 @@ class BlockGolden:
         h, acc = block_case["output.h"], block_case["output.acc"]
         chosen, weights = block_case["output.experts"], block_case["output.expert_weights"]
         experts = torch.unique(chosen).tolist()
-        for number, start in enumerate(range(0, len(experts), SLOTS - 1)):
-            used = experts[start : start + SLOTS - 1]
+        for number, start in enumerate(range(0, len(experts), EXPERT_SLOTS - 1)):
+            used = experts[start : start + EXPERT_SLOTS - 1]
             arrays = {"input.h": h, "input.acc": acc}
             acc = acc.clone()
-            for slot in range(SLOTS):
+            for slot in range(EXPERT_SLOTS):
                 rows, gates, taps = torch.tensor([0]), torch.zeros(1, 1), Taps()
                 expert = used[min(slot, len(used) - 1)]
                 if slot < len(used):
@@ -184,7 +184,7 @@ class BlockGolden:
                 arrays |= {f"input.rows_{slot}": rows, f"input.gates_{slot}": gates}
                 for name in ("gate", "up", "product", "output"):
                     arrays[f"tap.slots.{slot}.{name}"] = taps[name]
-            slots = [used[min(slot, len(used) - 1)] for slot in range(SLOTS)]
+            slots = [used[min(slot, len(used) - 1)] for slot in range(EXPERT_SLOTS)]
             arrays["slot_experts"] = torch.tensor(slots)
             arrays |= self._regrids(
                 {
@@ -195,7 +195,7 @@ class BlockGolden:
             )
             arrays["output.acc_out"] = acc
             name = f"experts_{self.layer:03d}_{mode}_{number}"
-            yield Case(name, self._metadata("experts", mode), arrays)
+            yield GoldenCase(name, self._metadata("experts", mode), arrays)
 
 
 # What the graphs, which attend over the latent, have nothing to compare with.

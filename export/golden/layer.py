@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from export.checkpoint.open import Checkpoint
-from export.golden.block import BlockGolden, Case, as_stored, write_cases
+from export.golden.block import BlockGolden, GoldenCase, as_stored, write_cases
 from export.golden.rounded import rounded_block, rounded_head
 from export.packing.pack import matching_spec
 from export.reference.attention import rotate_interleaved
@@ -37,7 +37,7 @@ def write_layer_goldens(checkpoint: Checkpoint, build: Path) -> list[Path]:
     return write_cases(spec, build, _cases(checkpoint, spec))
 
 
-def _cases(checkpoint: Checkpoint, spec: BuildSpec) -> Iterator[Case]:
+def _cases(checkpoint: Checkpoint, spec: BuildSpec) -> Iterator[GoldenCase]:
     config, precision = spec.config, spec.precision
     tables = rope_tables(config)
     for layer in range(config.num_hidden_layers):
@@ -46,10 +46,10 @@ def _cases(checkpoint: Checkpoint, spec: BuildSpec) -> Iterator[Case]:
     hidden = torch.randn(HEAD_ROWS, config.hidden_size, generator=torch.Generator().manual_seed(0))
     logits = rounded_head(checkpoint, precision)(hidden)
     arrays = {"input.hidden": hidden, "output.logits": logits}
-    yield Case("head", {"graph": "head"}, arrays)
+    yield GoldenCase("head", {"graph": "head"}, arrays)
 
 
-def _layer(golden: BlockGolden) -> Iterator[Case]:
+def _layer(golden: BlockGolden) -> Iterator[GoldenCase]:
     config, generator = golden.config, torch.Generator().manual_seed(golden.layer)
     tokens = PREFILL[config.block_type(golden.layer)]
     x = torch.randn(1, tokens, config.hidden_size, generator=generator)

@@ -22,28 +22,24 @@ not. Flips add up from layer to layer, so every layer is also replayed at the re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from export.checkpoint.open import Checkpoint
-from export.engine.layers import Form
-from export.golden.block import Arrays, BlockGolden, Case, as_stored, write_cases
+from export.engine.layers import LinearForm
+from export.golden.block import Arrays, BlockGolden, GoldenCase, as_stored, write_cases
 from export.golden.rounded import rounded_reference
 from export.packing.pack import matching_spec
 from export.reference.attention import LatentRows, Taps
 from export.reference.block import ReferenceModel
-from graphs.contract.spec import Precision
+from graphs.contract.spec import GOLDEN_MODES, GoldenMode, Precision
 
 TEXT = "And it came to pass in those days, that a man of the hill country went up to the gate."
 PROMPT_LENGTH = 96
 BATCH = 32  # sequences of the decode case; see above
 GREEDY_TOKENS = 64
 STRIDE = 128  # rows between two sequences of a batch, as the runtime's cache lays them out
-
-Mode = Literal["prefill", "chunk", "decode"]
-MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def write_goldens(checkpoint: Checkpoint, build: Path) -> list[Path]:
@@ -78,21 +74,24 @@ class _Golden:
         taps: list[Taps] = [{} for _ in range(config.num_hidden_layers)]
         return cls(checkpoint, model, precision, prompt, model(prompt, taps=taps), taps)
 
-    def cases(self) -> Iterator[Case]:
+    def cases(self) -> Iterator[GoldenCase]:
         config = self.model.config
         for layer in range(config.num_hidden_layers):
             block, tables = self.model.block(layer), (self.model.cos, self.model.sin)
             golden = BlockGolden(self.checkpoint, block, layer, self.precision, *tables)
             first = layer in (0, config.first_k_dense_replace)
-            cases = [self.block_case(golden, mode) for mode in (MODES if first else MODES[:1])]
+            cases = [
+                self.block_case(golden, mode)
+                for mode in (GOLDEN_MODES if first else GOLDEN_MODES[:1])
+            ]
             yield from cases
             if first and config.block_type(layer) == "moe":
-                for mode, case in zip(MODES, cases, strict=True):
+                for mode, case in zip(GOLDEN_MODES, cases, strict=True):
                     yield from golden.experts_cases(mode, case.arrays)
-        yield Case("head", {"graph": "head"}, self.head_case())
-        yield Case("end_to_end", {"graph": "chain"}, self.end_to_end())
+        yield GoldenCase("head", {"graph": "head"}, self.head_case())
+        yield GoldenCase("end_to_end", {"graph": "chain"}, self.end_to_end())
 
-    def block_case(self, golden: BlockGolden, mode: Mode) -> Case:
+    def block_case(self, golden: BlockGolden, mode: GoldenMode) -> GoldenCase:
         """Prefill from nothing; a second chunk; one token each for sequences of unequal lengths."""
         taps = self.taps[golden.layer]
         x = taps["x"]
@@ -130,7 +129,7 @@ class _Golden:
         return {
             "prompt_ids": self.prompt[0],
             "logits": logits[0],
-            "rows": rows.to(Form.of(self.precision).activation),
+            "rows": rows.to(LinearForm.of(self.precision).activation),
             "tokens": torch.tensor(tokens),
             "margins": torch.stack(margins),
         }

@@ -21,7 +21,7 @@ from export.checkpoint.block_fp8 import BlockFP8, ChannelFP8, channels_from_wide
 from export.checkpoint.group_int4 import GroupInt4, decode_int4
 from export.checkpoint.open import Checkpoint, Weight
 from export.checkpoint.shards import Stored
-from export.engine.layers import Form
+from export.engine.layers import LinearForm
 from graphs.contract.tensorfile import DTYPES, Array
 
 
@@ -68,7 +68,7 @@ def to_numpy(tensor: Tensor) -> Array:
 class LayerPacker:
     """Makes the packed tensors of one layer, module by module."""
 
-    def __init__(self, checkpoint: Checkpoint, form: Form, layer: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, form: LinearForm, layer: int) -> None:
         self.checkpoint, self.form, self.config = checkpoint, form, checkpoint.config
         self.prefix = f"model.layers.{layer}."
 

@@ -32,7 +32,7 @@ Progress = Callable[[str, int, int], None]  # file's name, bytes written, bytes 
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """All files of a build, and those still to be made."""
 
     spec: BuildSpec
@@ -40,7 +40,7 @@ class Plan:
     todo: tuple[PackedFile, ...]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, build: Path) -> "Plan":
+    def of(cls, checkpoint: Checkpoint, build: Path) -> "PackingPlan":
         """Raises BuildError where the build was exported from another config, or the disk is too
         small.
         """
@@ -76,7 +76,7 @@ def pack(
     build: Path,
     workers: int | None = None,
     progress: Progress = lambda file, done, total: None,
-    started: Callable[[Plan], None] = lambda plan: None,
+    started: Callable[[PackingPlan], None] = lambda plan: None,
 ) -> list[Path]:
     """Write weights, rope tables, tokenizer and generation config; returns the build's files.
 
@@ -86,7 +86,7 @@ def pack(
     `.packing` folder.
     """
     with locked(build):
-        plan = Plan.of(checkpoint, build)
+        plan = PackingPlan.of(checkpoint, build)
         started(plan)
         staging = build / STAGING
         (staging / "weights").mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def matching_spec(checkpoint: Checkpoint, build: Path) -> BuildSpec:
     return spec
 
 
-def _make_files(plan: Plan, folder: Path, workers: int, progress: Progress) -> None:
+def _make_files(plan: PackingPlan, folder: Path, workers: int, progress: Progress) -> None:
     done, total = 0, sum(file.bytes for file in plan.todo)
     threads = torch.get_num_threads()
     try:

@@ -15,7 +15,7 @@ import torch
 
 from export.checkpoint.open import Checkpoint
 from export.checkpoint.shards import Stored
-from export.engine.layers import Form
+from export.engine.layers import LinearForm
 from export.packing.layer_weights import LayerPacker, to_numpy
 from export.reference.rope import rope_tables
 from graphs.contract.spec import (
@@ -87,7 +87,7 @@ class PackedFile:
 
 def packed_files(checkpoint: Checkpoint, spec: BuildSpec) -> Iterator[PackedFile]:
     """All of a build: embedding, layers, head, rope tables."""
-    config, form = checkpoint.config, Form.of(spec.precision)
+    config, form = checkpoint.config, LinearForm.of(spec.precision)
 
     def rows(name: str, dtype: str) -> Iterator[Array]:
         target = torch.float32 if dtype == "float" else form.activation
@@ -122,7 +122,7 @@ def _rope(spec: BuildSpec) -> dict[str, list[Array]]:
     return {"cos": [to_numpy(cos)], "sin": [to_numpy(sin)]}
 
 
-def _layer(checkpoint: Checkpoint, form: Form, spec: BuildSpec, layer: int) -> PackedFile:
+def _layer(checkpoint: Checkpoint, form: LinearForm, spec: BuildSpec, layer: int) -> PackedFile:
     packer = LayerPacker(checkpoint, form, layer)
     tensors = spec.layer_tensors(layer)
     modules = tuple(dict.fromkeys(name.rsplit(".", 1)[0] for name in tensors))

@@ -17,14 +17,14 @@ from graphs.contract.spec import PRECISIONS, Precision
 # linear: FP8 in both FP8 forms. expert: a routed expert's, which an INT4 checkpoint has in 4 bits.
 # absorbed: W_UK and W_UV, FP8 in the checkpoint, 16 bits packed. vocabulary: embedding and lm_head,
 # never FP8. norm, router, bias: fp32 packed.
-Kind = Literal["linear", "expert", "absorbed", "vocabulary", "norm", "router", "bias"]
+ComponentKind = Literal["linear", "expert", "absorbed", "vocabulary", "norm", "router", "bias"]
 
 
 @dataclass(frozen=True)
 class Part:
     """Tensors of one shape. `first_row` is above 0 where a checkpoint stores it below another."""
 
-    kind: Kind
+    kind: ComponentKind
     out: int
     fan_in: int = 1
     count: int = 1
@@ -203,7 +203,7 @@ def _attention(config: ModelConfig) -> tuple[Component, ...]:
 
 
 def _swiglu(
-    hidden_size: int, width: int, count: int = 1, kind: Kind = "linear"
+    hidden_size: int, width: int, count: int = 1, kind: ComponentKind = "linear"
 ) -> tuple[Part, ...]:
     return (
         Part(kind, width, hidden_size, 2 * count),

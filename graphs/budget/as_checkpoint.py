@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from graphs.budget.accounting import Part
 from graphs.budget.gpus import Gpu
 from graphs.budget.traffic import (
-    Form,
     Traffic,
+    WeightForm,
     chain_traffic,
     compute_seconds,
     distinct_experts,
@@ -50,7 +50,7 @@ class Row:
     cells: dict[str, Cell]
 
 
-def stored_forms(config: ModelConfig) -> dict[str, Form]:
+def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
     """By the format's name."""
     block, group = BLOCK, GROUP
     match config.quantization:
@@ -66,9 +66,9 @@ def stored_forms(config: ModelConfig) -> dict[str, Form]:
         return part.int4_bytes(group)
 
     return {
-        "bf16": Form(lambda part: part.bf16_bytes, "bf16", "bf16", "bf16"),
-        "fp8": Form(fp8, "fp8", "bf16", "bf16"),
-        "int4": Form(int4, "bf16", "bf16", "bf16"),
+        "bf16": WeightForm(lambda part: part.bf16_bytes, "bf16", "bf16", "bf16"),
+        "fp8": WeightForm(fp8, "fp8", "bf16", "bf16"),
+        "int4": WeightForm(int4, "bf16", "bf16", "bf16"),
     }
 
 

@@ -10,10 +10,10 @@ one of the version that built it.
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphs.contract.manifest import MODES, EngineRecord, Mode
+from graphs.contract.manifest import ENGINE_MODES, EngineMode, EngineRecord
 from graphs.contract.spec import GRAPHS, BuildSpec, GraphName
 from graphs.engines.activation_budget import MARGIN, expected_activation
-from graphs.engines.table import Engines
+from graphs.engines.table import EngineFolder
 
 CONSTANTS = 8_000  # bytes; TensorRT-RTX 1.7.1 makes half as many, whatever the model
 
@@ -29,7 +29,7 @@ class Built:
     precision: str
     target: str
     graph: GraphName
-    mode: Mode | None
+    mode: EngineMode | None
     found: int | None
     expected: int
 
@@ -56,7 +56,7 @@ def built_engines(manifest: Path) -> list[Built]:
 
     Raises BuildError.
     """
-    engines = Engines.load(manifest)
+    engines = EngineFolder.load(manifest)
     spec = BuildSpec.load(manifest.parent.parent)
     return [
         figure
@@ -67,12 +67,12 @@ def built_engines(manifest: Path) -> list[Built]:
 
 
 def _figures(
-    engines: Engines, spec: BuildSpec, graph: GraphName, record: EngineRecord
+    engines: EngineFolder, spec: BuildSpec, graph: GraphName, record: EngineRecord
 ) -> list[Built]:
     profile, target = engines.manifest.profile, engines.manifest.target
     found = [
         (mode, record.activation_bytes[mode], expected_activation(spec, graph, mode, profile))
-        for mode in MODES
+        for mode in ENGINE_MODES
     ]
     return [
         Built(engines.model, spec.precision, target, graph, mode, size, expected)

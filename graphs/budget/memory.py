@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from graphs.budget.accounting import Account, Component
 from graphs.budget.gpus import Gpu
 from graphs.contract.config import BlockType, ModelConfig
-from graphs.contract.manifest import MODES, Profile
+from graphs.contract.manifest import ENGINE_MODES, Profile
 from graphs.contract.spec import GRAPHS, BuildSpec
 from graphs.engines.activation_budget import expected_activation
 
@@ -53,7 +53,7 @@ def memory(spec: BuildSpec, profile: Profile) -> Memory:
 
     of_type: dict[BlockType, int] = {kind: packed(of) for kind, of in account.blocks.items()}
     layers = range(spec.config.num_hidden_layers)
-    scratch = (expected_activation(spec, g, m, profile) for g in GRAPHS for m in MODES)
+    scratch = (expected_activation(spec, g, m, profile) for g in GRAPHS for m in ENGINE_MODES)
     return Memory(
         tuple(of_type[spec.config.block_type(layer)] for layer in layers),
         packed(account.ends[1:]),

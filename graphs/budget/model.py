@@ -28,7 +28,7 @@ from graphs.budget.traffic import (
     roofline_seconds,
 )
 from graphs.contract.config import load_config, load_raw_config
-from graphs.contract.manifest import MODES, Mode, Profile
+from graphs.contract.manifest import ENGINE_MODES, EngineMode, Profile
 from graphs.contract.spec import GRAPHS, BuildSpec, Precision, config_hash
 from graphs.engines.activation_budget import expected_activation
 
@@ -36,17 +36,17 @@ MODEL = "model"
 
 
 @dataclass(frozen=True)
-class Step:
+class StepBudget:
     """A full step of a mode: of one graph on one layer, or of the model with all its layers."""
 
     what: str
-    mode: Mode
+    mode: EngineMode
     traffic: Traffic
     scratch: int
 
 
 @dataclass(frozen=True)
-class Sequences:
+class SequencesBudget:
     """So many sequences in one decode step, each on the profile's context of cached rows."""
 
     count: int
@@ -62,8 +62,8 @@ class ModelBudget:
     precision: Precision
     profile: Profile
     memory: Memory
-    steps: tuple[Step, ...]
-    sequences: tuple[Sequences, ...]
+    steps: tuple[StepBudget, ...]
+    sequences: tuple[SequencesBudget, ...]
 
     def as_dict(self, gpus: Sequence[Gpu]) -> dict[str, Any]:
         """Every figure, for `--json`; seconds, cards and tokens a second by the GPU's name."""
@@ -99,7 +99,7 @@ class ModelBudget:
         }
 
 
-def tokens_per_second(sequences: Sequences, gpu: Gpu) -> float:
+def tokens_per_second(sequences: SequencesBudget, gpu: Gpu) -> float:
     """At most, of all of them together."""
     return sequences.count / roofline_seconds(sequences.traffic, gpu)
 
@@ -108,23 +108,23 @@ def model_budget(source: str, precision: Precision, profile: Profile) -> ModelBu
     """Of a preset, a config.json, or a checkpoint's folder. Raises ConfigError."""
     config, raw = load_config(source), load_raw_config(source)
     spec = BuildSpec(precision, raw, config_hash(raw), {})
-    steps = [step for mode in MODES for step in _steps(spec, mode, profile)]
+    steps = [step for mode in ENGINE_MODES for step in _steps(spec, mode, profile)]
     sequences = []
     for count in BATCHES:
         cache = cache_bytes(spec, count * profile.context) * config.num_hidden_layers
         sizes = {"batch": count, "tokens": 1, "cached": profile.context}
-        sequences.append(Sequences(count, cache, chain_traffic(config, precision, **sizes)))
+        sequences.append(SequencesBudget(count, cache, chain_traffic(config, precision, **sizes)))
     of = memory(spec, profile)
     return ModelBudget(source, precision, profile, of, tuple(steps), tuple(sequences))
 
 
-def _steps(spec: BuildSpec, mode: Mode, profile: Profile) -> list[Step]:
+def _steps(spec: BuildSpec, mode: EngineMode, profile: Profile) -> list[StepBudget]:
     """Of every graph that the model has, then of the model."""
     config = spec.config
     batch, tokens = (profile.batch, 1) if mode == "decode" else (1, profile.tokens)
     sizes = {"batch": batch, "tokens": tokens, "cached": profile.context}
     found = [
-        Step(
+        StepBudget(
             graph,
             mode,
             graph_traffic(config, graph, spec.precision, **sizes),
@@ -134,7 +134,7 @@ def _steps(spec: BuildSpec, mode: Mode, profile: Profile) -> list[Step]:
         if graph == "head" or config.count("dense" if graph == "dense" else "moe")
     ]
     whole = chain_traffic(config, spec.precision, **sizes)
-    return [*found, Step(MODEL, mode, whole, max(step.scratch for step in found))]
+    return [*found, StepBudget(MODEL, mode, whole, max(step.scratch for step in found))]
 
 
 def _figures(traffic: Traffic, gpus: Sequence[Gpu]) -> dict[str, Any]:

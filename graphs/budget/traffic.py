@@ -50,7 +50,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Form:
+class WeightForm:
     """How weights are stored, and the types of products: `linear` layers, and all others.
 
     Cached rows and activations are of the type `other`.
@@ -71,16 +71,16 @@ class Form:
         return self.linear if part.kind in ("linear", "expert") else self.other
 
 
-def packed(precision: Precision) -> Form:
+def packed(precision: Precision) -> WeightForm:
     """The weight files and engines of this project."""
     other: Precision = "fp32" if precision == "fp32" else "bf16"
-    return Form(lambda part: part.packed_bytes(precision), precision, other, "fp32")
+    return WeightForm(lambda part: part.packed_bytes(precision), precision, other, "fp32")
 
 
 def graph_traffic(
     config: ModelConfig,
     graph: GraphName,
-    precision: Precision | Form,
+    precision: Precision | WeightForm,
     *,
     batch: int,
     tokens: int,
@@ -90,7 +90,7 @@ def graph_traffic(
 
     `head` gives the logits of one row a sequence.
     """
-    form = precision if isinstance(precision, Form) else packed(precision)
+    form = precision if isinstance(precision, WeightForm) else packed(precision)
     rows = batch * tokens
     match graph:
         case "head":
@@ -108,10 +108,10 @@ def graph_traffic(
 
 
 def chain_traffic(
-    config: ModelConfig, precision: Precision | Form, *, batch: int, tokens: int, cached: int
+    config: ModelConfig, precision: Precision | WeightForm, *, batch: int, tokens: int, cached: int
 ) -> Traffic:
     """One step of the whole model; the embedding's rows and the logits are not counted."""
-    form = precision if isinstance(precision, Form) else packed(precision)
+    form = precision if isinstance(precision, WeightForm) else packed(precision)
     step = graph_traffic(config, "head", form, batch=batch, tokens=tokens, cached=cached)
     for block in Account.of(config).blocks:
         graphs: tuple[GraphName, ...] = ("dense",) if block == "dense" else ("moe", "experts")
@@ -140,7 +140,7 @@ def distinct_experts(config: ModelConfig, rows: int) -> float:
     return float(E * (1 - (1 - K / E) ** rows))
 
 
-def _products(form: Form, parts: Iterable[Part], rows: int) -> Traffic:
+def _products(form: WeightForm, parts: Iterable[Part], rows: int) -> Traffic:
     """Every weight read once and multiplied with `rows` rows."""
     weights, flops = 0, dict.fromkeys(PRECISIONS, 0.0)
     for part in parts:
@@ -150,7 +150,7 @@ def _products(form: Form, parts: Iterable[Part], rows: int) -> Traffic:
     return Traffic(weights, flops=flops)
 
 
-def _experts(config: ModelConfig, form: Form, rows: int) -> Traffic:
+def _experts(config: ModelConfig, form: WeightForm, rows: int) -> Traffic:
     E, K = config.n_routed_experts, config.num_experts_per_tok
     block = Account.of(config).blocks["moe"]
     parts = [part for component in block for part in component.parts if part.kind == "expert"]
@@ -161,7 +161,9 @@ def _experts(config: ModelConfig, form: Form, rows: int) -> Traffic:
     return chosen + _activations(form, rows * values)
 
 
-def _attention(config: ModelConfig, form: Form, batch: int, tokens: int, cached: int) -> Traffic:
+def _attention(
+    config: ModelConfig, form: WeightForm, batch: int, tokens: int, cached: int
+) -> Traffic:
     """Scores over all W values of a key, the mix of its C latent ones."""
     H, W, C = config.num_attention_heads, config.cache_width, config.kv_lora_rank
     cache = batch * (cached + tokens) * W * form.itemsize
@@ -178,5 +180,5 @@ def _values(config: ModelConfig, graph: GraphName) -> int:
     return attention + 2 * config.shared_intermediate_size
 
 
-def _activations(form: Form, values: int) -> Traffic:
+def _activations(form: WeightForm, values: int) -> Traffic:
     return Traffic(activations=values * form.itemsize)

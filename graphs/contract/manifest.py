@@ -22,8 +22,10 @@ MANIFEST_FORMAT = 2
 Compiler = Literal["rtx", "tensorrt"]
 Bounds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # least, usual, greatest shape
 
-Mode = Literal["decode", "prefill"]
-MODES: tuple[Mode, ...] = get_args(Mode)  # a mode's place is its profile's index in the engine
+EngineMode = Literal["decode", "prefill"]
+ENGINE_MODES: tuple[EngineMode, ...] = get_args(
+    EngineMode
+)  # a mode's place is its profile's index in the engine
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,9 @@ class EngineRecord:
     bytes: int
     onnx_sha256: str
     versions: dict[str, str]
-    shapes: dict[Mode, dict[str, Bounds]]
-    activation_bytes: dict[Mode, int | None]
-    budget_bytes: dict[Mode, int]
+    shapes: dict[EngineMode, dict[str, Bounds]]
+    activation_bytes: dict[EngineMode, int | None]
+    budget_bytes: dict[EngineMode, int]
     weight_bytes: int | None
     matmul_inputs_as_parsed: dict[str, tuple[str, ...]]
     seconds: float

@@ -1,6 +1,6 @@
 """The input shapes that the two profiles of an engine admit, from its graph's dimension names."""
 
-from graphs.contract.manifest import Bounds, Mode, Profile
+from graphs.contract.manifest import Bounds, EngineMode, Profile
 from graphs.contract.spec import GraphSpec
 
 
@@ -25,7 +25,7 @@ def check_profile(profile: Profile) -> None:
         )
 
 
-def dimension_ranges(mode: Mode, profile: Profile) -> dict[str, Range]:
+def dimension_ranges(mode: EngineMode, profile: Profile) -> dict[str, Range]:
     """Every dynamic dimension's range.
 
     No profile is fixed at one row, where the builder re-lays out the weights at every run: a batch
@@ -44,7 +44,7 @@ def dimension_ranges(mode: Mode, profile: Profile) -> dict[str, Range]:
     }
 
 
-def input_bounds(graph: GraphSpec, mode: Mode, profile: Profile) -> dict[str, Bounds]:
+def input_bounds(graph: GraphSpec, mode: EngineMode, profile: Profile) -> dict[str, Bounds]:
     """The shapes that a profile admits, for each dynamic input of a graph. Raises CompileError."""
     ranges = dimension_ranges(mode, profile)
     if all("batch" not in tensor.dims for tensor in graph.inputs):

@@ -35,12 +35,14 @@ from graphs.contract.config import ModelConfig
 from graphs.contract.rope_config import ConfigError
 
 SPEC_FORMAT = 3
-SLOTS = 8  # experts that one run of the experts graph computes
+EXPERT_SLOTS = 8  # experts that one run of the experts graph computes
 
 Precision = Literal["fp32", "bf16", "fp8"]
 GraphName = Literal["dense", "moe", "experts", "head"]
-Kind = Literal["activation", "table", "weight"]
+GoldenMode = Literal["prefill", "chunk", "decode"]  # how a golden's tokens reached the cache
+TensorKind = Literal["activation", "table", "weight"]
 GRAPHS: tuple[GraphName, ...] = get_args(GraphName)
+GOLDEN_MODES: tuple[GoldenMode, ...] = get_args(GoldenMode)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 # What reading a damaged spec.json raises; each by name, since a BuildError is a ValueError too.
@@ -58,7 +60,7 @@ class TensorSpec:
     name: str
     dtype: str  # ONNX's name in lower case: float, bfloat16, float8e4m3fn, int64
     dims: tuple[int | str, ...]
-    kind: Kind = "activation"
+    kind: TensorKind = "activation"
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape for these sizes of the dynamic dimensions; a name may be a product, `a*b`."""
@@ -116,7 +118,7 @@ class BuildSpec:
     raw_config: dict[str, Any]
     config_sha256: str
     graphs: dict[GraphName, GraphSpec]
-    slots: int = SLOTS
+    slots: int = EXPERT_SLOTS
     format: int = SPEC_FORMAT
 
     @cached_property

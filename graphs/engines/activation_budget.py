@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphs.contract.config import ModelConfig
-from graphs.contract.manifest import MODES, EngineRecord, Mode, Profile
+from graphs.contract.manifest import ENGINE_MODES, EngineMode, EngineRecord, Profile
 from graphs.contract.shapes import dimension_ranges
 from graphs.contract.spec import BuildSpec, GraphName, Precision
 from graphs.contract.tensorfile import DTYPES
@@ -41,7 +41,7 @@ class Excess:
     """An engine above its budget; what would explain it best if it were copied, and its bytes."""
 
     graph: GraphName
-    mode: Mode
+    mode: EngineMode
     activation: int
     budget: int
     likely: str
@@ -55,18 +55,20 @@ class Excess:
         )
 
 
-def expected_activation(spec: BuildSpec, graph: GraphName, mode: Mode, profile: Profile) -> int:
+def expected_activation(
+    spec: BuildSpec, graph: GraphName, mode: EngineMode, profile: Profile
+) -> int:
     """Bytes that a run takes at most where nothing is copied, as far as was seen."""
     return _estimate(spec, graph, mode, profile, at_most=True)
 
 
-def activation_budget(spec: BuildSpec, graph: GraphName, mode: Mode, profile: Profile) -> int:
+def activation_budget(spec: BuildSpec, graph: GraphName, mode: EngineMode, profile: Profile) -> int:
     """Bytes that a run may take at most: 10 % more than expected."""
     return int(MARGIN * expected_activation(spec, graph, mode, profile))
 
 
 def _estimate(
-    spec: BuildSpec, graph: GraphName, mode: Mode, profile: Profile, at_most: bool
+    spec: BuildSpec, graph: GraphName, mode: EngineMode, profile: Profile, at_most: bool
 ) -> int:
     """What a run takes, mostly or at most."""
     c = spec.config
@@ -107,7 +109,7 @@ def excesses(
 ) -> list[Excess]:
     """One for each mode in which an engine takes more than its budget."""
     found: list[Excess] = []
-    for mode in MODES:
+    for mode in ENGINE_MODES:
         activation, budget = engine.activation_bytes[mode], engine.budget_bytes[mode]
         if activation is None or activation <= budget:
             continue
@@ -120,7 +122,7 @@ def excesses(
 
 
 def _copies(
-    spec: BuildSpec, graph: GraphName, mode: Mode, profile: Profile
+    spec: BuildSpec, graph: GraphName, mode: EngineMode, profile: Profile
 ) -> Iterator[tuple[str, int]]:
     """What could be copied, and its bytes: a matrix, as stored or in other ways, or the cache."""
     c = spec.config

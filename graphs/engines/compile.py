@@ -23,40 +23,48 @@ from pathlib import Path
 
 import onnx
 
-from graphs.contract.manifest import MODES, Bounds, Compiler, EngineRecord, Manifest, Mode, Profile
+from graphs.contract.manifest import (
+    ENGINE_MODES,
+    Bounds,
+    Compiler,
+    EngineMode,
+    EngineRecord,
+    Manifest,
+    Profile,
+)
 from graphs.contract.shapes import CompileError, check_profile, input_bounds
 from graphs.contract.spec import GRAPHS, BuildError, BuildSpec, GraphName, GraphSpec
 from graphs.engines.activation_budget import activation_budget
 from graphs.engines.lint import lint_model
 from graphs.engines.targets import resolve_target
-from graphs.engines.tensorrt import Engine, TensorRTError, build_engine, versions
+from graphs.engines.tensorrt import BuiltEngine, TensorRTError, build_engine, versions
 from graphs.passes.inline import inline
 
 PARALLEL = 2
 
 
 @dataclass(frozen=True)
-class Step:
+class BuildProgress:
     """How far a build has come: the share done, and the running phase's name."""
 
     share: float
     phase: str
 
 
-Report = Callable[[GraphName, Step | EngineRecord], None]
+OnBuildEvent = Callable[[GraphName, BuildProgress | EngineRecord], None]
 
 
 @dataclass(frozen=True)
 class _Job:
     onnx_bytes: bytes
-    shapes: dict[Mode, dict[str, Bounds]]
+    shapes: dict[EngineMode, dict[str, Bounds]]
     compiler: Compiler
     capability: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class _Built:
-    engine: Engine
+    engine: BuiltEngine
     versions: dict[str, str]
     seconds: float
     peak_resident_bytes: int
@@ -68,7 +76,7 @@ def compile_build(
     profile: Profile | None = None,
     compiler: Compiler = "rtx",
     graphs: Collection[str] = GRAPHS,
-    report: Report = lambda graph, event: None,
+    report: OnBuildEvent = lambda graph, event: None,
 ) -> Manifest:
     """Build the engines of `graphs` and return the folder's new manifest.
 
@@ -84,7 +92,7 @@ def compile_build(
     jobs = {
         graph: _Job(
             spec.onnx_bytes(build, graph),
-            {mode: input_bounds(spec.graphs[graph], mode, profile) for mode in MODES},
+            {mode: input_bounds(spec.graphs[graph], mode, profile) for mode in ENGINE_MODES},
             compiler,
             divmod(sm, 10),
         )
@@ -95,12 +103,12 @@ def compile_build(
     records: dict[GraphName, EngineRecord] = {}
     engines: dict[GraphName, bytes] = {}
 
-    def progress(graph: GraphName, event: Step | _Built) -> None:
+    def progress(graph: GraphName, event: BuildProgress | _Built) -> None:
         if isinstance(event, _Built):
             engines[graph] = event.engine.data
-            budget = {m: activation_budget(spec, graph, m, profile) for m in MODES}
+            budget = {m: activation_budget(spec, graph, m, profile) for m in ENGINE_MODES}
             records[graph] = _record(spec.graphs[graph], jobs[graph], event, budget)
-        report(graph, event if isinstance(event, Step) else records[graph])
+        report(graph, event if isinstance(event, BuildProgress) else records[graph])
 
     _build_all(jobs, progress)
     manifest = Manifest(compiler, f"sm{sm}", profile, records)
@@ -118,7 +126,7 @@ def _refuse_slow(jobs: Mapping[GraphName, _Job]) -> None:
 
 
 def _build_all(
-    jobs: Mapping[GraphName, _Job], progress: Callable[[GraphName, Step | _Built], None]
+    jobs: Mapping[GraphName, _Job], progress: Callable[[GraphName, BuildProgress | _Built], None]
 ) -> None:
     """Run the jobs, PARALLEL at a time; the first failure ends the others."""
     context = multiprocessing.get_context("spawn")
@@ -147,9 +155,9 @@ def _build_all(
             process.join()
 
 
-def _receive(pipe: Connection, graph: GraphName, process: BaseProcess) -> Step | _Built:
+def _receive(pipe: Connection, graph: GraphName, process: BaseProcess) -> BuildProgress | _Built:
     try:
-        event: Step | _Built | TensorRTError = pipe.recv()
+        event: BuildProgress | _Built | TensorRTError = pipe.recv()
     except EOFError as e:
         process.join()
         raise CompileError(
@@ -168,10 +176,10 @@ def _build_one(job: _Job, pipe: Connection) -> None:
         model = inline(onnx.load_from_string(job.onnx_bytes))
         engine = build_engine(
             model.SerializeToString(),
-            [job.shapes[mode] for mode in MODES],
+            [job.shapes[mode] for mode in ENGINE_MODES],
             job.compiler,
             job.capability,
-            lambda share, phase: pipe.send(Step(share, phase)),
+            lambda share, phase: pipe.send(BuildProgress(share, phase)),
         )
         seconds = round(time.perf_counter() - start, 3)
         pipe.send(_Built(engine, versions(job.compiler), seconds, _peak_resident_bytes()))
@@ -186,7 +194,9 @@ def _peak_resident_bytes() -> int:
     return int(peak.split()[1]) * 1024
 
 
-def _record(graph: GraphSpec, job: _Job, built: _Built, budget: dict[Mode, int]) -> EngineRecord:
+def _record(
+    graph: GraphSpec, job: _Job, built: _Built, budget: dict[EngineMode, int]
+) -> EngineRecord:
     engine = built.engine
     return EngineRecord(
         file=f"{graph.name}.engine",
@@ -195,7 +205,7 @@ def _record(graph: GraphSpec, job: _Job, built: _Built, budget: dict[Mode, int])
         onnx_sha256=graph.sha256,
         versions=built.versions,
         shapes=job.shapes,
-        activation_bytes=dict(zip(MODES, engine.activation_bytes, strict=True)),
+        activation_bytes=dict(zip(ENGINE_MODES, engine.activation_bytes, strict=True)),
         budget_bytes=budget,
         weight_bytes=engine.weight_bytes,
         matmul_inputs_as_parsed=engine.matmul_inputs,

@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-from graphs.contract.manifest import MODES, Bounds, Mode, Profile
+from graphs.contract.manifest import ENGINE_MODES, Bounds, EngineMode, Profile
 from graphs.contract.shapes import input_bounds
 from graphs.contract.spec import GRAPHS, BuildError, BuildSpec, GraphName
 from graphs.engines.lint_rules.attention import heads_as_batch, keys_major_scores, read_only_cache
@@ -62,13 +62,13 @@ def lint_build(
     spec, profile = BuildSpec.load(build), profile or Profile()
     findings: list[Finding] = []
     for name in (name for name in GRAPHS if name in graphs):
-        bounds = {mode: input_bounds(spec.graphs[name], mode, profile) for mode in MODES}
+        bounds = {mode: input_bounds(spec.graphs[name], mode, profile) for mode in ENGINE_MODES}
         findings += lint_model(name, spec.onnx_bytes(build, name), bounds)
     return findings
 
 
 def lint_model(
-    name: GraphName, content: bytes, bounds: Mapping[Mode, Mapping[str, Bounds]]
+    name: GraphName, content: bytes, bounds: Mapping[EngineMode, Mapping[str, Bounds]]
 ) -> list[Finding]:
     """The findings in one graph's file. Raises BuildError where it is no ONNX file."""
     try:

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphs.contract.manifest import MODES, EngineRecord, Manifest
+from graphs.contract.manifest import ENGINE_MODES, EngineRecord, Manifest
 from graphs.contract.spec import GRAPHS, BuildError, GraphName
 
-HEAD = ("model", "engine", "file, MB", *(f"activation, {mode}, MB" for mode in MODES))
+HEAD = ("model", "engine", "file, MB", *(f"activation, {mode}, MB" for mode in ENGINE_MODES))
 
 
 @dataclass(frozen=True)
-class Engines:
+class EngineFolder:
     """What one manifest says; the model and the precision are in its path only."""
 
     model: str
@@ -19,7 +19,7 @@ class Engines:
     manifest: Manifest
 
     @classmethod
-    def load(cls, path: Path) -> "Engines":
+    def load(cls, path: Path) -> "EngineFolder":
         """From build/<model>/<precision>/<folder>/manifest.json. Raises BuildError."""
         parts = path.absolute().parts
         if path.name != "manifest.json" or len(parts) < 5:
@@ -36,7 +36,7 @@ def engine_table(paths: Iterable[Path]) -> str:
     Figures are those of the first target named; where another target's differ, they follow. Models
     with the same figures share their rows.
     """
-    every = [Engines.load(path) for path in paths]
+    every = [EngineFolder.load(path) for path in paths]
     records = [record for e in every for record in e.manifest.engines.values()]
     if not records:
         raise BuildError("no engine in any manifest; make them with `python -m graphs compile`")
@@ -80,8 +80,8 @@ def _cells(manifests: dict[str, Manifest], graph: GraphName) -> Iterable[str]:
 
 def _figures(record: EngineRecord | None) -> list[str]:
     if record is None:
-        return ["–"] * (1 + len(MODES))
-    sizes = (record.bytes, *(record.activation_bytes[mode] for mode in MODES))
+        return ["–"] * (1 + len(ENGINE_MODES))
+    sizes = (record.bytes, *(record.activation_bytes[mode] for mode in ENGINE_MODES))
     return ["–" if size is None else f"{size / 1e6:.1f}" for size in sizes]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from graphs.contract.manifest import Bounds, Compiler
 
-Report = Callable[[float, str], None]  # share of the build done, name of the running phase
+OnProgress = Callable[[float, str], None]  # share of the build done, name of the running phase
 
 MODULES: dict[Compiler, str] = {"rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
 INSTALL: dict[Compiler, str] = {
@@ -34,7 +34,7 @@ class TensorRTError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Engine:
+class BuiltEngine:
     """A serialised engine and what the builder said of it, profiles in the order given.
 
     `activation_bytes` is the builder's `Total Activation Memory`: a weight that is copied at every
@@ -64,8 +64,8 @@ def build_engine(
     profiles: Sequence[Mapping[str, Bounds]],
     compiler: Compiler,
     capability: tuple[int, int],
-    report: Report,
-) -> Engine:
+    report: OnProgress,
+) -> BuiltEngine:
     """Build a model of standard operators, strongly typed. Raises TensorRTError.
 
     A profile bounds the inputs whose shape is dynamic; `rtx` builds for `capability`, `tensorrt`
@@ -86,7 +86,7 @@ def build_engine(
         raise TensorRTError(f"{MODULES[compiler]} {trt.__version__}: {reason}") from e
     activations = log.figures("Total Activation Memory")
     weights = log.figures("Total Weights Memory")
-    return Engine(
+    return BuiltEngine(
         data,
         tuple(activations) if len(activations) == len(profiles) else (None,) * len(profiles),
         weights[0] if len(weights) == 1 else None,
@@ -152,7 +152,7 @@ def _profile(backend: Any, bounds: Mapping[str, Bounds], network: Any) -> Any:
     return profile.fill_defaults(network)
 
 
-def _monitor(trt: Any, report: Report) -> Any:
+def _monitor(trt: Any, report: OnProgress) -> Any:
     """Reports each hundredth of the build, never going back.
 
     Phases nest: the share done is the outer phase's finished steps plus its running step's share.

@@ -4,10 +4,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphs.contract.spec import GRAPHS, GraphSpec, Precision, TapSpec
+from graphs.contract.spec import (
+    GOLDEN_MODES,
+    GRAPHS,
+    GoldenMode,
+    GraphSpec,
+    Precision,
+    TapSpec,
+)
 from graphs.contract.tensorfile import Array, TensorFile
 from graphs.ops import MASKED
-from graphs.parity.findings import MODES, Comparison, Kind, Metric, Mode
+from graphs.parity.findings import Metric, TapComparison, TapKind
 from graphs.parity.taps import by_token
 
 # Largest accepted max|a−b|/max|b| (fp32) or relative RMS (others).
@@ -22,7 +29,7 @@ TIE_MARGIN: dict[Precision, float] = {"fp32": 1e-5, "bf16": 2e-2, "fp8": 2e-3}
 
 
 @dataclass(frozen=True)
-class Limit:
+class ErrorLimit:
     """The largest error accepted, and which error it holds for."""
 
     metric: Metric
@@ -30,62 +37,62 @@ class Limit:
     remark: str = ""
 
 
-def limit_for(precision: Precision, tensor: str, free: bool = False) -> Limit:
+def limit_for(precision: Precision, tensor: str, free: bool = False) -> ErrorLimit:
     """`free`: whether an fp8 graph ran on its own activations all along."""
     if precision == "fp32":
-        return Limit("max", FP32_ROWS if tensor in ("new", "rows") else FP32_OUTPUT)
+        return ErrorLimit("max", FP32_ROWS if tensor in ("new", "rows") else FP32_OUTPUT)
     if precision == "fp8" and free:
-        return Limit("rms", FP8_FREE, "free-running")
-    return Limit("rms", RMS[precision])
+        return ErrorLimit("rms", FP8_FREE, "free-running")
+    return ErrorLimit("rms", RMS[precision])
 
 
 @dataclass(frozen=True)
-class Case:
+class ReplayCase:
     """One golden and how it is replayed. fed: FP8 linear layers read the reference's inputs."""
 
     name: str
     graph: str
     layer: int | None
-    mode: Mode | None
+    mode: GoldenMode | None
     fed: bool = False
 
     @classmethod
-    def of(cls, golden: TensorFile, fed: bool = False) -> "Case":
+    def of(cls, golden: TensorFile, fed: bool = False) -> "ReplayCase":
         m = golden.metadata
         layer = int(m["layer"]) if "layer" in m else None
-        mode = next((known for known in MODES if known == m.get("mode")), None)
+        mode = next((known for known in GOLDEN_MODES if known == m.get("mode")), None)
         return cls(golden.path.stem, m["graph"], layer, mode, fed)
 
 
 @dataclass(frozen=True)
-class Subject:
+class ComparedTensor:
     """The tensor of a case that a comparison is of."""
 
-    case: Case
+    case: ReplayCase
     tap: str
     symbol: str
     order: int
-    kind: Kind
+    kind: TapKind
 
     @classmethod
-    def of(cls, case: Case, graph: GraphSpec, tap: TapSpec) -> "Subject":
+    def of(cls, case: ReplayCase, graph: GraphSpec, tap: TapSpec) -> "ComparedTensor":
         """Taps of the graphs are ordered as the graphs are run."""
         outputs = {t.name for t in graph.outputs}
         order = 1000 * (1 + GRAPHS.index(graph.name)) + graph.taps.index(tap)
-        kind: Kind = "output" if tap.name in outputs else "tap"
+        kind: TapKind = "output" if tap.name in outputs else "tap"
         return cls(case, tap.name, tap.symbol, order, kind)
 
     def judged(
         self,
-        limit: Limit,
+        limit: ErrorLimit,
         max_error: float,
         rms_error: float,
         passed: bool,
         worst: list[int] | None = None,
         positions: list[float] | None = None,
         remark: str = "",
-    ) -> Comparison:
-        return Comparison(
+    ) -> TapComparison:
+        return TapComparison(
             case=self.case.name,
             graph=self.case.graph,
             layer=self.case.layer,
@@ -107,13 +114,13 @@ class Subject:
 
 
 def compare(
-    subject: Subject,
+    subject: ComparedTensor,
     found: Array,
     expected: Array,
-    limit: Limit,
+    limit: ErrorLimit,
     tap: TapSpec | None = None,
     remark: str = "",
-) -> Comparison:
+) -> TapComparison:
     """Errors over the whole tensor, in float64; a value that is not finite fails.
 
     Both are in the reference's layout, of which `tap` tells the token axes. Masked scores are

@@ -16,18 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from graphs.contract.spec import BuildError, BuildSpec, Precision
-from graphs.parity.json_records import decode, write_json
+from graphs.contract.json_records import decode, write_json
+from graphs.contract.spec import GOLDEN_MODES, BuildError, BuildSpec, GoldenMode, Precision
 
 FRAGMENT_FORMAT = 1
 FOLDER = "parity"  # in a build folder
 
 Source = Literal["graphs", "chain"]
-Mode = Literal["prefill", "chunk", "decode"]
-Kind = Literal["input", "tap", "output"]
+TapKind = Literal["input", "tap", "output"]
 Metric = Literal["max", "rms"]
 SOURCES: tuple[Source, ...] = get_args(Source)
-MODES: tuple[Mode, ...] = get_args(Mode)
 COMMANDS: dict[Source, str] = {
     "graphs": "python -m graphs parity",
     "chain": "python -m runtime parity",
@@ -35,17 +33,17 @@ COMMANDS: dict[Source, str] = {
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TapComparison:
     """One tensor of one case against the reference's."""
 
     case: str
     graph: str  # dense, moe, experts, head, chain
     layer: int | None
-    mode: Mode | None
+    mode: GoldenMode | None
     tap: str
     symbol: str  # what the papers call it: ĉ^Q
     order: int  # its place in the dataflow of its case
-    kind: Kind
+    kind: TapKind
     fed: bool  # FP8 linear layers were fed the reference's inputs
     max_error: float
     rms_error: float
@@ -77,7 +75,7 @@ class Tie:
 
 
 @dataclass(frozen=True)
-class Routing:
+class RoutingRecord:
     """One MoE case's routing: per token the reference's margin, and whether the sets agree.
 
     A margin is by how much the last chosen expert's score for choosing led the first not chosen.
@@ -141,8 +139,8 @@ class Fragment:
     precision: Precision
     config_sha256: str
     source: Source
-    rows: list[Comparison]
-    routing: list[Routing] = field(default_factory=list)
+    rows: list[TapComparison]
+    routing: list[RoutingRecord] = field(default_factory=list)
     fp8: list[FP8Stats] = field(default_factory=list)
     ranges: list[RangeWarning] = field(default_factory=list)
     hints: list[Hint] = field(default_factory=list)
@@ -192,20 +190,20 @@ def fragment_path(build: Path, source: Source) -> Path:
     return build / FOLDER / f"{source}.json"
 
 
-def passed(rows: Iterable[Comparison], routing: Iterable[Routing]) -> bool:
+def passed(rows: Iterable[TapComparison], routing: Iterable[RoutingRecord]) -> bool:
     """Whether every tensor is within its limit, and every difference of routing a tie."""
     return all(r.passed for r in rows) and all(t.passed for r in routing for t in r.ties)
 
 
-def first_bad(rows: Iterable[Comparison]) -> Comparison | None:
+def first_bad(rows: Iterable[TapComparison]) -> TapComparison | None:
     """The failed one that comes first in the model: by layer, mode and place in the dataflow.
 
     What belongs to no layer, or to no mode, comes last.
     """
 
-    def place(row: Comparison) -> tuple[float, int, int]:
+    def place(row: TapComparison) -> tuple[float, int, int]:
         layer = math.inf if row.layer is None else row.layer
-        mode = len(MODES) if row.mode is None else MODES.index(row.mode)
+        mode = len(GOLDEN_MODES) if row.mode is None else GOLDEN_MODES.index(row.mode)
         return layer, mode, row.order
 
     return min((row for row in rows if not row.passed), key=place, default=None)

@@ -6,7 +6,7 @@ import numpy as np
 
 from graphs.contract.tensorfile import DTYPES, Array
 from graphs.ops.fp8_linear import E4M3_MAX, SMALLEST_SCALE
-from graphs.parity.compare import Case
+from graphs.parity.compare import ReplayCase
 from graphs.parity.findings import FP8Stats
 
 E4M3 = DTYPES["float8e4m3fn"][1]
@@ -15,7 +15,7 @@ E4M3 = DTYPES["float8e4m3fn"][1]
 PEAK_CODE = 0x7E  # the byte of 448, sign apart
 
 
-def activation_stats(case: Case, module: str, x_MK: Array) -> FP8Stats:
+def activation_stats(case: ReplayCase, module: str, x_MK: Array) -> FP8Stats:
     """Of what an FP8 linear layer reads, quantised as the layer does: one scale a row."""
     wide = x_MK.astype(np.float32)
     peaks = np.abs(wide).max(axis=1, keepdims=True)
@@ -25,13 +25,13 @@ def activation_stats(case: Case, module: str, x_MK: Array) -> FP8Stats:
     return _stats(case, module, "activation", scales, quantised, flushed)
 
 
-def weight_stats(case: Case, module: str, weight_KN: Array, scale_N: Array) -> FP8Stats:
+def weight_stats(case: ReplayCase, module: str, weight_KN: Array, scale_N: Array) -> FP8Stats:
     """Of a packed weight, whose rows are output channels; what packing lost cannot be told."""
     return _stats(case, module, "weight", scale_N, weight_KN.view(E4M3), 0)
 
 
 def _stats(
-    case: Case,
+    case: ReplayCase,
     module: str,
     kind: Literal["activation", "weight"],
     scales: Array,

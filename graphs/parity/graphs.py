@@ -11,8 +11,8 @@ from pathlib import Path
 
 from graphs.contract.spec import BuildSpec, GraphName, GraphSpec
 from graphs.contract.tensorfile import Array, TensorFile
-from graphs.parity.compare import Case, Limit, Subject, compare, limit_for
-from graphs.parity.findings import Comparison, FP8Stats, Fragment, RangeWarning, Routing
+from graphs.parity.compare import ComparedTensor, ErrorLimit, ReplayCase, compare, limit_for
+from graphs.parity.findings import FP8Stats, Fragment, RangeWarning, RoutingRecord, TapComparison
 from graphs.parity.fp8_stats import activation_stats, weight_stats
 from graphs.parity.hints import diagnose
 from graphs.parity.hints.evidence import Evidence
@@ -26,7 +26,7 @@ from graphs.parity.replay import (
     graph_weights,
 )
 from graphs.parity.routing import (
-    Groups,
+    ExpertGroups,
     agreed_weights,
     bound_effect,
     choice_scores,
@@ -67,8 +67,8 @@ class _Run:
     threads: int
     goldens: dict[str, TensorFile]
     graphs: dict[GraphName, GraphReplay] = field(default_factory=dict)
-    rows: list[Comparison] = field(default_factory=list)
-    routing: list[Routing] = field(default_factory=list)
+    rows: list[TapComparison] = field(default_factory=list)
+    routing: list[RoutingRecord] = field(default_factory=list)
     fp8: list[FP8Stats] = field(default_factory=list)
     ranges: list[RangeWarning] = field(default_factory=list)
 
@@ -80,7 +80,7 @@ class _Run:
 
     def case(self, golden: TensorFile) -> None:
         replay = self.graph(golden.metadata["graph"])
-        case = Case.of(golden, fed=bool(replay.fed))
+        case = ReplayCase.of(golden, fed=bool(replay.fed))
         found = replay.run(golden)
         self._compare(case, replay.graph, golden, found)
         self._numbers(case, replay, golden, found)
@@ -92,13 +92,13 @@ class _Run:
         golden = self.goldens[case]
         replay = self.graph(golden.metadata["graph"])
         weights = graph_weights(self.build, self.spec, replay.graph, golden)
-        at = Case.of(golden, fed=bool(replay.fed))
+        at = ReplayCase.of(golden, fed=bool(replay.fed))
         return Evidence(self.spec, at, replay.graph, golden, replay.run(golden), weights)
 
     def other_layer(self, case: str) -> int | None:
         """The layer whose weights make the case pass, if one's do."""
         golden, config = self.goldens[case], self.spec.config
-        replay, at = self.graph(golden.metadata["graph"]), Case.of(golden, fed=True)
+        replay, at = self.graph(golden.metadata["graph"]), ReplayCase.of(golden, fed=True)
         if at.layer is None:
             return None
         for layer in range(config.num_hidden_layers):
@@ -110,7 +110,7 @@ class _Run:
         return None
 
     def _compare(
-        self, case: Case, graph: GraphSpec, golden: TensorFile, found: dict[str, Array]
+        self, case: ReplayCase, graph: GraphSpec, golden: TensorFile, found: dict[str, Array]
     ) -> None:
         rows, routing = compare_taps(self.spec, case, graph, golden, found)
         self.rows += rows
@@ -120,7 +120,7 @@ class _Run:
             self.routing.append(with_bounds(routing, golden, found, output))
 
     def _numbers(
-        self, case: Case, replay: GraphReplay, golden: TensorFile, found: dict[str, Array]
+        self, case: ReplayCase, replay: GraphReplay, golden: TensorFile, found: dict[str, Array]
     ) -> None:
         """Ranges of all taps, and the scales of FP8 linear layers, the weights' once a layer."""
         reads: dict[str, list[str]] = {}
@@ -144,21 +144,21 @@ class _Run:
                     weight_stats(case, module, weights[f"{module}.weight"], weights[name])
                 )
 
-    def _range(self, case: Case, tap: str, value: Array, role: Role) -> None:
+    def _range(self, case: ReplayCase, tap: str, value: Array, role: Role) -> None:
         for finding in range_findings(case.name, tap, value, role=role):
             self.ranges.append(RangeWarning(case.name, tap, finding.rule, finding.text))
 
 
 def compare_taps(
     spec: BuildSpec,
-    case: Case,
+    case: ReplayCase,
     graph: GraphSpec,
     golden: TensorFile,
     found: Mapping[str, Array],
-) -> tuple[list[Comparison], Routing | None]:
+) -> tuple[list[TapComparison], RoutingRecord | None]:
     """Rows of those taps of a graph that were found, and its routing where it has one."""
     rows, routing = [], None
-    subjects = {t.name: Subject.of(case, graph, t) for t in graph.taps if t.name in found}
+    subjects = {t.name: ComparedTensor.of(case, graph, t) for t in graph.taps if t.name in found}
     free = spec.precision == "fp8" and not case.fed and graph.name in ("dense", "moe")
     for tap in (t for t in graph.taps if t.name in found and t.name not in ROUTING):
         limit = limit_for(spec.precision, tap.name, free)
@@ -167,7 +167,7 @@ def compare_taps(
         )
     if "experts" in found:
         pairs = [(of["experts"], of["expert_weights"]) for of in (found, _outputs(golden))]
-        groups, choice = Groups.of(spec.config), choice_scores(golden, spec.config)
+        groups, choice = ExpertGroups.of(spec.config), choice_scores(golden, spec.config)
         limits = tie_limits(golden, spec.config, spec.precision)
         routing = compare_routing(case, pairs[0], pairs[1], choice, groups, limits)
         rows.append(routing_row(subjects["experts"], routing, float(limits.max())))
@@ -177,19 +177,19 @@ def compare_taps(
     return rows, routing
 
 
-def routing_row(subject: Subject, routing: Routing, limit: float) -> Comparison:
+def routing_row(subject: ComparedTensor, routing: RoutingRecord, limit: float) -> TapComparison:
     """The routing's line among the taps: the widest margin of a token that chose otherwise."""
     widest = max((tie.margin for tie in routing.ties), default=0.0)
     remark = "same experts"
     if routing.ties:
         remark = f"{len(routing.ties)} of {routing.tokens} tokens differ, by margins ≤ {widest:.1e}"
     passed = all(tie.passed for tie in routing.ties)
-    return subject.judged(Limit("max", limit), widest, widest, passed, remark=remark)
+    return subject.judged(ErrorLimit("max", limit), widest, widest, passed, remark=remark)
 
 
 def with_bounds(
-    routing: Routing, golden: TensorFile, found: Mapping[str, Array], output: ExpertOutput
-) -> Routing:
+    routing: RoutingRecord, golden: TensorFile, found: Mapping[str, Array], output: ExpertOutput
+) -> RoutingRecord:
     """The same with the most that each tie may do to its token's output."""
     expected = _outputs(golden)
     pairs = [(of["experts"], of["expert_weights"]) for of in (found, expected)]

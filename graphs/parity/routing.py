@@ -16,13 +16,13 @@ from graphs.contract.config import ModelConfig
 from graphs.contract.gates import BEST_OF_GROUP, GroupScore
 from graphs.contract.spec import Precision
 from graphs.contract.tensorfile import Array, TensorFile
-from graphs.parity.compare import TIE_MARGIN, Case
-from graphs.parity.findings import Routing, Tie
+from graphs.parity.compare import TIE_MARGIN, ReplayCase
+from graphs.parity.findings import RoutingRecord, Tie
 from graphs.parity.replay import ExpertOutput
 
 
 @dataclass(frozen=True)
-class Groups:
+class ExpertGroups:
     """Of experts: how many there are, and how many of them may serve a token."""
 
     count: int
@@ -30,7 +30,7 @@ class Groups:
     score: GroupScore
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "Groups":
+    def of(cls, config: ModelConfig) -> "ExpertGroups":
         return cls(config.n_group, config.topk_group, config.group_score or "max")
 
 
@@ -52,13 +52,13 @@ def tie_limits(golden: TensorFile, config: ModelConfig, precision: Precision) ->
 
 
 def compare_routing(
-    case: Case,
+    case: ReplayCase,
     found: tuple[Array, Array],
     expected: tuple[Array, Array],
     choice_ME: Array,
-    groups: Groups,
+    groups: ExpertGroups,
     limits_M: Array,
-) -> Routing:
+) -> RoutingRecord:
     """Of experts [M,K] and their weights [M,K]. choice_ME: by what the reference chose."""
     agree = [set(a) == set(b) for a, b in zip(found[0], expected[0], strict=True)]
     ties = []
@@ -69,7 +69,7 @@ def compare_routing(
         ties.append(Tie(token, wanted, chosen, margin, limit, None, None, margin <= limit))
     margins = [lead(row, groups, expected[0].shape[1]) for row in choice_ME]
     assert case.layer is not None
-    return Routing(case.name, case.layer, len(agree), margins, agree, ties)
+    return RoutingRecord(case.name, case.layer, len(agree), margins, agree, ties)
 
 
 def bound_effect(
@@ -102,7 +102,7 @@ def agreed_weights(
     ]
 
 
-def lead(choice_E: Array, groups: Groups, k: int) -> float:
+def lead(choice_E: Array, groups: ExpertGroups, k: int) -> float:
     """By how much the last chosen expert's score led the first not chosen, among those allowed.
 
     Where groups are chosen first, the lesser of that and of the last kept group's lead.
@@ -117,7 +117,7 @@ def lead(choice_E: Array, groups: Groups, k: int) -> float:
     return float(min(leads, default=math.inf))
 
 
-def distance(chosen: set[int], choice_E: Array, groups: Groups) -> float:
+def distance(chosen: set[int], choice_E: Array, groups: ExpertGroups) -> float:
     """How much smaller some score is than one that it was preferred to: 0 for the right experts.
 
     The smallest such gap over all selections of groups that might have been kept.

@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 
 from graphs.contract.config import ModelConfig
-from graphs.contract.spec import GRAPHS, SLOTS, TapSpec
+from graphs.contract.spec import EXPERT_SLOTS, GRAPHS, TapSpec
 from graphs.contract.tensorfile import Array
 from graphs.ops.latent_attention import in_blocks
 
@@ -196,7 +196,7 @@ def _moe(f: _Finder) -> Iterator[TapSpec]:
 
 
 def _experts(f: _Finder) -> Iterator[TapSpec]:
-    for slot in range(SLOTS):
+    for slot in range(EXPERT_SLOTS):
         module = f"slots.{slot}"
         yield from _swiglu(f, module, f"{module}.", "R", f.config.moe_intermediate_size)
         yield f.gives(f"{module}.down.weight", f"{module}.output", ("R", "D"), "RD")

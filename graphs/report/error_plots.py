@@ -4,11 +4,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from graphs.contract.spec import GRAPHS
-from graphs.parity.findings import MODES, SOURCES, Comparison
+from graphs.contract.spec import GOLDEN_MODES, GRAPHS
+from graphs.parity.findings import SOURCES, TapComparison
 from graphs.report.figures import figure, grouped
 from graphs.report.markup import Markup
-from graphs.report.merge import BuildReport
+from graphs.report.merge import BuildFindings
 from graphs.report.svg import Axis, Point, Series, log_chart
 from graphs.report.wording import ERROR_OF, limit_text, number, used, where
 
@@ -17,7 +17,7 @@ ALL = "all cases"  # the name of what has no mode
 LINES = 5  # of a plot by position
 
 
-def tap_figures(build: BuildReport) -> list[Markup]:
+def tap_figures(build: BuildFindings) -> list[Markup]:
     """A plot per graph and per way of running it: a line per mode through its worst layer."""
     figures = []
     for source in SOURCES:
@@ -34,7 +34,7 @@ def tap_figures(build: BuildReport) -> list[Markup]:
     return figures
 
 
-def _by_tap(title: str, rows: Sequence[Comparison]) -> Markup:
+def _by_tap(title: str, rows: Sequence[TapComparison]) -> Markup:
     place: dict[str, int] = {}
     for row in sorted(rows, key=lambda r: (r.order, r.tap)):
         place.setdefault(row.tap, len(place))
@@ -61,7 +61,7 @@ def _by_tap(title: str, rows: Sequence[Comparison]) -> Markup:
     return figure(f"{title}: {ERROR_OF[metric]}", _mode_names(rows), chart, "limit")
 
 
-def layer_figures(build: BuildReport) -> list[Markup]:
+def layer_figures(build: BuildFindings) -> list[Markup]:
     """Each layer's worst tensor as a share of its limit, a line per mode."""
     titles = {
         (False, False): "blocks",
@@ -88,7 +88,9 @@ def layer_figures(build: BuildReport) -> list[Markup]:
 
 
 def _series(
-    rows: Sequence[Comparison], x: Callable[[Comparison], int], y: Callable[[Comparison], float]
+    rows: Sequence[TapComparison],
+    x: Callable[[TapComparison], int],
+    y: Callable[[TapComparison], float],
 ) -> list[Series]:
     """A line per mode through the worst at each x; the others as its cloud."""
     series = []
@@ -102,20 +104,20 @@ def _series(
     return series
 
 
-def _by_mode(rows: Iterable[Comparison]) -> list[tuple[str | None, list[Comparison]]]:
+def _by_mode(rows: Iterable[TapComparison]) -> list[tuple[str | None, list[TapComparison]]]:
     groups = grouped(rows, lambda r: r.mode)
-    return [(mode, groups[mode]) for mode in (*MODES, None) if mode in groups]
+    return [(mode, groups[mode]) for mode in (*GOLDEN_MODES, None) if mode in groups]
 
 
 def _color(mode: str | None) -> int:
-    return next((i for i, name in enumerate(MODES) if name == mode), len(MODES))
+    return next((i for i, name in enumerate(GOLDEN_MODES) if name == mode), len(GOLDEN_MODES))
 
 
-def _mode_names(rows: Iterable[Comparison]) -> list[tuple[str, str]]:
+def _mode_names(rows: Iterable[TapComparison]) -> list[tuple[str, str]]:
     return [(mode or ALL, f"s{_color(mode)}") for mode, _ in _by_mode(rows)]
 
 
-def _tooltip(row: Comparison) -> str:
+def _tooltip(row: TapComparison) -> str:
     verdict = "" if row.passed else " FAILED"
     return (
         f"{row.tap} ({row.symbol})\n{where(row)}\n{ERROR_OF[row.metric]} {number(row.error)}, "
@@ -123,16 +125,16 @@ def _tooltip(row: Comparison) -> str:
     )
 
 
-def position_figures(build: BuildReport) -> list[Markup]:
+def position_figures(build: BuildFindings) -> list[Markup]:
     """Per mode the first bad tap, what uses most of its limit, and the worst outputs, by token."""
     bad = build.first_bad
     rows = [r for r in build.rows if len(r.positions) > 1]
     groups = grouped(rows, lambda r: r.mode or r.graph)
-    names = (*MODES, *sorted(groups.keys() - set(MODES)))
+    names = (*GOLDEN_MODES, *sorted(groups.keys() - set(GOLDEN_MODES)))
     return [_by_position(name, _worst(groups[name], bad)) for name in names if name in groups]
 
 
-def _worst(rows: Sequence[Comparison], bad: Comparison | None) -> list[Comparison]:
+def _worst(rows: Sequence[TapComparison], bad: TapComparison | None) -> list[TapComparison]:
     """At most `LINES`, each another tap: the bad one, what failed, what is near its limit, and two
     outputs.
     """
@@ -143,7 +145,7 @@ def _worst(rows: Sequence[Comparison], bad: Comparison | None) -> list[Compariso
     return [r for r in taps if r in outputs or r in rest]
 
 
-def _by_position(name: str, rows: Sequence[Comparison]) -> Markup:
+def _by_position(name: str, rows: Sequence[TapComparison]) -> Markup:
     longest = max(len(r.positions) for r in rows)
     every = max(1, round(longest / 8))
     series = []

@@ -6,45 +6,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graphs.contract.json_records import write_json
 from graphs.contract.spec import PRECISIONS, BuildError, Precision
 from graphs.parity.findings import (
     SOURCES,
-    Comparison,
     FP8Stats,
     Fragment,
     Hint,
     RangeWarning,
-    Routing,
+    RoutingRecord,
     Source,
+    TapComparison,
     Tie,
     first_bad,
     passed,
 )
-from graphs.parity.json_records import write_json
 
 REPORT_FORMAT = 1
 
 
 @dataclass(frozen=True)
-class BuildReport:
+class BuildFindings:
     """One build's findings: those of its graphs alone, then those of blocks and chain."""
 
     precision: Precision
     fragments: tuple[Fragment, ...]
 
     @property
-    def rows(self) -> list[Comparison]:
+    def rows(self) -> list[TapComparison]:
         return [row for f in self.fragments for row in f.rows]
 
-    def rows_of(self, source: Source) -> list[Comparison]:
+    def rows_of(self, source: Source) -> list[TapComparison]:
         return [row for f in self.fragments if f.source == source for row in f.rows]
 
     @property
-    def routing(self) -> list[Routing]:
+    def routing(self) -> list[RoutingRecord]:
         return [routing for f in self.fragments for routing in f.routing]
 
     @property
-    def ties(self) -> list[tuple[Routing, Tie]]:
+    def ties(self) -> list[tuple[RoutingRecord, Tie]]:
         return [(routing, tie) for routing in self.routing for tie in routing.ties]
 
     @property
@@ -64,7 +64,7 @@ class BuildReport:
         return [reason for f in self.fragments for reason in f.not_run]
 
     @property
-    def first_bad(self) -> Comparison | None:
+    def first_bad(self) -> TapComparison | None:
         return first_bad(self.rows)
 
     @property
@@ -100,11 +100,11 @@ class BuildReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class ParityReport:
     """One model's builds, in the order of the precisions."""
 
     model: str
-    builds: tuple[BuildReport, ...]
+    builds: tuple[BuildFindings, ...]
 
     @property
     def passed(self) -> bool:
@@ -128,18 +128,18 @@ def verdict(passed: bool) -> str:
     return "passed" if passed else "failed"
 
 
-def merge(builds: Sequence[Path]) -> Report:
+def merge(builds: Sequence[Path]) -> ParityReport:
     """Both fragments of every build.
 
     Raises BuildError where one is missing or does not belong, and where nothing was compared.
     """
-    reports: dict[Precision, BuildReport] = {}
+    reports: dict[Precision, BuildFindings] = {}
     for build in builds:
         fragments = tuple(Fragment.load(build, source) for source in SOURCES)
         precision = fragments[0].precision
         if precision in reports:
             raise BuildError(f"{build}: one build a precision expected, found another {precision}")
-        reports[precision] = BuildReport(precision, fragments)
+        reports[precision] = BuildFindings(precision, fragments)
         if not reports[precision].rows:
             raise BuildError(
                 f"{build}: nothing was compared, so there is no verdict; make goldens with `python "
@@ -153,4 +153,4 @@ def merge(builds: Sequence[Path]) -> Report:
                 "model on its own"
             )
     ordered = [reports[precision] for precision in PRECISIONS if precision in reports]
-    return Report(every[0].model, tuple(ordered))
+    return ParityReport(every[0].model, tuple(ordered))

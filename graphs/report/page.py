@@ -4,7 +4,7 @@ from pathlib import Path
 
 from graphs.report.figures import badge, table
 from graphs.report.markup import Markup, element
-from graphs.report.merge import Report
+from graphs.report.merge import ParityReport
 from graphs.report.sections import section
 from graphs.report.wording import notable, number, share, used, where
 
@@ -23,7 +23,7 @@ READING = (
 )
 
 
-def save_page(report: Report, folder: Path) -> Path:
+def save_page(report: ParityReport, folder: Path) -> Path:
     """Write report.html; returns its path."""
     path = folder / "report.html"
     temporary = path.with_name(path.name + ".tmp")
@@ -32,7 +32,7 @@ def save_page(report: Report, folder: Path) -> Path:
     return path
 
 
-def page(report: Report) -> str:
+def page(report: ParityReport) -> str:
     """The whole document."""
     head = element(
         "head",
@@ -63,7 +63,7 @@ def _file(name: str) -> Markup:
     return Markup((HERE / name).read_text(encoding="utf-8"))
 
 
-def _summary(report: Report) -> Markup:
+def _summary(report: ParityReport) -> Markup:
     rows = []
     for build in report.builds:
         near = notable(build)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from graphs.parity.findings import Comparison, Routing, Tie
+from graphs.parity.findings import RoutingRecord, TapComparison, Tie
 from graphs.report.figures import FAILED, figure, table
 from graphs.report.markup import Markup
 from graphs.report.svg import SUPERSCRIPT, Bar, bar_chart
@@ -13,12 +13,12 @@ PER_DECADE = 4  # bars of the histogram
 LEAST = 1e-8  # margins below it, and 0, are counted with it
 
 
-def tie_limit(rows: Sequence[Comparison]) -> float | None:
+def tie_limit(rows: Sequence[TapComparison]) -> float | None:
     """The largest margin of a tie: what the chosen experts are held to."""
     return max((row.limit for row in rows if row.tap == "experts"), default=None)
 
 
-def margin_figure(routing: Sequence[Routing], limit: float | None) -> Markup:
+def margin_figure(routing: Sequence[RoutingRecord], limit: float | None) -> Markup:
     """A histogram of the reference's margins, the tokens that chose other experts in front."""
     tokens = [pair for r in routing for pair in zip(r.margins, r.agree, strict=True)]
     places = [(_place(margin), agree) for margin, agree in tokens if math.isfinite(margin)]
@@ -44,7 +44,7 @@ def _place(margin: float) -> int:
     return math.floor(PER_DECADE * math.log10(max(margin, LEAST)))
 
 
-def routing_table(routing: Sequence[Routing]) -> Markup:
+def routing_table(routing: Sequence[RoutingRecord]) -> Markup:
     """A line per case."""
     rows = []
     for r in routing:
@@ -65,7 +65,7 @@ def routing_table(routing: Sequence[Routing]) -> Markup:
     return table(columns, rows, numeric=range(2, 8))
 
 
-def tie_table(ties: Sequence[tuple[Routing, Tie]]) -> Markup:
+def tie_table(ties: Sequence[tuple[RoutingRecord, Tie]]) -> Markup:
     """A line per token that chose other experts."""
     rows = [
         (

@@ -8,7 +8,7 @@ from graphs.report.error_plots import layer_figures, position_figures, tap_figur
 from graphs.report.figures import FAILED, badge, table
 from graphs.report.fp8_plots import saturation_figures, saturation_table, scale_figures
 from graphs.report.markup import Markup, element, join
-from graphs.report.merge import BuildReport
+from graphs.report.merge import BuildFindings
 from graphs.report.routing_plots import margin_figure, routing_table, tie_limit, tie_table
 from graphs.report.wording import (
     ERROR_OF,
@@ -21,7 +21,7 @@ from graphs.report.wording import (
 )
 
 
-def section(build: BuildReport) -> Markup:
+def section(build: BuildFindings) -> Markup:
     """Everything of one build."""
     return element(
         "section",
@@ -37,7 +37,7 @@ def section(build: BuildReport) -> Markup:
     )
 
 
-def _findings(build: BuildReport) -> Iterator[Markup]:
+def _findings(build: BuildFindings) -> Iterator[Markup]:
     """The first bad tap and the hints, where there are any."""
     if sentences := first_bad_sentences(build):
         first, *others = sentences
@@ -63,7 +63,7 @@ def _hints(hints: Iterable[Hint]) -> Iterator[Markup]:
         yield element("p", "It looks like none of the known causes.", class_="dim")
 
 
-def _errors(build: BuildReport) -> Iterator[Markup]:
+def _errors(build: BuildFindings) -> Iterator[Markup]:
     yield from _plots(
         "Error per tap",
         "The line of a mode runs through its worst layer; pale dots are its other layers.",
@@ -89,7 +89,7 @@ def _plots(title: str, caption: str, figures: list[Markup]) -> Iterator[Markup]:
         yield element("div", *figures, class_="figures")
 
 
-def _fp8(build: BuildReport) -> Iterator[Markup]:
+def _fp8(build: BuildFindings) -> Iterator[Markup]:
     if not build.fp8:
         return
     yield element("h3", "FP8 scales and saturation")
@@ -107,7 +107,7 @@ def _fp8(build: BuildReport) -> Iterator[Markup]:
     yield saturation_table(build.fp8)
 
 
-def _routing(build: BuildReport) -> Iterator[Markup]:
+def _routing(build: BuildFindings) -> Iterator[Markup]:
     if not build.routing:
         return
     limit = tie_limit(build.rows)
@@ -131,7 +131,7 @@ def _routing(build: BuildReport) -> Iterator[Markup]:
         yield tie_table(build.ties)
 
 
-def _ranges(build: BuildReport) -> Iterator[Markup]:
+def _ranges(build: BuildFindings) -> Iterator[Markup]:
     yield element("h3", "Range warnings")
     if not build.ranges:
         yield element("p", "None.", class_="caption")
@@ -140,13 +140,13 @@ def _ranges(build: BuildReport) -> Iterator[Markup]:
     yield table(("case", "tap", "rule", "what"), rows, kind="sortable")
 
 
-def _not_run(build: BuildReport) -> Iterator[Markup]:
+def _not_run(build: BuildFindings) -> Iterator[Markup]:
     if build.not_run:
         yield element("h3", "Not compared")
         yield element("ul", *(element("li", reason) for reason in build.not_run))
 
 
-def _comparisons(build: BuildReport) -> Markup:
+def _comparisons(build: BuildFindings) -> Markup:
     """All of them, closed at first."""
     lines = (
         (

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphs.parity.findings import Fragment, Source
-from graphs.report.merge import BuildReport, Report
+from graphs.report.merge import BuildFindings, ParityReport
 from graphs.report.wording import first_bad_sentences, notable, number, used, where
 
 COLORS = {"passed": "green", "failed": "bold red"}
@@ -16,7 +16,7 @@ COLORS = {"passed": "green", "failed": "bold red"}
 WHAT: dict[Source, str] = {"graphs": "each graph alone", "chain": "blocks and chain"}
 
 
-def summary(report: Report, title: str = "parity") -> Table:
+def summary(report: ParityReport, title: str = "parity") -> Table:
     """A line per build."""
     table = Table(title=f"{report.model}: {title}")
     table.add_column("precision")
@@ -41,7 +41,7 @@ def summary(report: Report, title: str = "parity") -> Table:
     return table
 
 
-def failures(report: Report) -> Iterator[Text]:
+def failures(report: ParityReport) -> Iterator[Text]:
     """What went wrong first in each build that failed, the likely cause, and what was left out."""
     for build in report.builds:
         if sentences := first_bad_sentences(build):
@@ -58,8 +58,8 @@ def failures(report: Report) -> Iterator[Text]:
 
 def show(console: Console, fragment: Fragment) -> bool:
     """Print what one parity command found; returns whether all of it is within its limits."""
-    build = BuildReport(fragment.precision, (fragment,))
-    report = Report(fragment.model, (build,))
+    build = BuildFindings(fragment.precision, (fragment,))
+    report = ParityReport(fragment.model, (build,))
     console.print(summary(report, WHAT[fragment.source]))
     for line in failures(report):
         console.print(line, soft_wrap=True)

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from graphs.parity.findings import Comparison, Metric
-from graphs.report.merge import BuildReport
+from graphs.parity.findings import Metric, TapComparison
+from graphs.report.merge import BuildFindings
 
 ERROR_OF: dict[Metric, str] = {"max": "max|a−b| / max|b|", "rms": "relative RMS"}
 NOT_FINITE = "not finite"
@@ -40,29 +40,29 @@ def count(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
 
 
-def where(row: Comparison) -> str:
+def where(row: TapComparison) -> str:
     """The case, and whether its linear layers were fed."""
     return f"{row.case}, fed" if row.fed else row.case
 
 
-def used(row: Comparison) -> float:
+def used(row: TapComparison) -> float:
     """The error as a share of its limit; infinite where it is not finite."""
     if math.isnan(row.error):
         return math.inf
     return row.error / row.limit if row.limit else math.inf if row.error else 0.0
 
 
-def closest(rows: Iterable[Comparison]) -> Comparison | None:
+def closest(rows: Iterable[TapComparison]) -> TapComparison | None:
     """The one that uses most of its limit."""
     return max(rows, key=used, default=None)
 
 
-def notable(build: BuildReport) -> Comparison | None:
+def notable(build: BuildFindings) -> TapComparison | None:
     """The first bad one, or else the one that uses most of its limit."""
     return build.first_bad or closest(build.rows)
 
 
-def last_good(rows: Sequence[Comparison], bad: Comparison) -> Comparison | None:
+def last_good(rows: Sequence[TapComparison], bad: TapComparison) -> TapComparison | None:
     """The tensor right before the bad one in the same run that is within its limit."""
     before = [
         r
@@ -74,7 +74,7 @@ def last_good(rows: Sequence[Comparison], bad: Comparison) -> Comparison | None:
     return max(before, key=lambda r: r.order, default=None)
 
 
-def first_bad_sentences(build: BuildReport) -> list[str]:
+def first_bad_sentences(build: BuildFindings) -> list[str]:
     """What went wrong first, in plain words; nothing where nothing did."""
     bad = build.first_bad
     if bad is None:

@@ -13,7 +13,7 @@ class BackendError(RuntimeError):
     """A run that failed; names graph and layer. What it was to write is not to be used."""
 
 
-class Slot(NamedTuple):
+class ExpertSlot(NamedTuple):
     """One expert's share of a run of the experts graph: rows [R] int64, gates [R,1] fp32, R ≥ 1.
 
     Both lie on the host; rows are distinct.
@@ -54,7 +54,7 @@ class Backend(Protocol):
     def experts(
         self,
         layer: int,
-        groups: Sequence[Sequence[Slot]],
+        groups: Sequence[Sequence[ExpertSlot]],
         h: Buffer,
         acc: Buffer,
         spare: Buffer,

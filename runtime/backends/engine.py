@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graphs.contract.manifest import MODES, EngineRecord, Mode
+from graphs.contract.manifest import ENGINE_MODES, EngineMode, EngineRecord
 from graphs.contract.spec import GraphName
 from runtime.backends import BackendError
 
@@ -54,12 +54,12 @@ class Library:
         except TypeError as e:  # how pybind says that there is none
             raise self.refused(f"{trt.__name__} {self.version}: no runtime") from e
 
-    def open(self, graph: GraphName, content: bytes, record: EngineRecord) -> "Engine":
+    def open(self, graph: GraphName, content: bytes, record: EngineRecord) -> "LoadedEngine":
         """Raises BackendError where the engine cannot be loaded."""
         engine = self.runtime.deserialize_cuda_engine(content)
         if engine is None:
             raise self.refused(f"engine {graph} ({record.file}): not loaded")
-        return Engine(self, graph, engine, record)
+        return LoadedEngine(self, graph, engine, record)
 
     def refused(self, what: str) -> BackendError:
         messages = list(self.log.errors)[-MESSAGES:]
@@ -67,7 +67,7 @@ class Library:
         return BackendError(f"{what}: {'; '.join(messages) or 'TensorRT gave no reason'}")
 
 
-class Engine:
+class LoadedEngine:
     """One graph's engine, which all of its layers share."""
 
     def __init__(self, library: Library, graph: GraphName, engine: Any, record: EngineRecord):
@@ -78,7 +78,7 @@ class Engine:
     def scratch_bytes(self) -> int:
         """That a run needs, in whichever mode."""
         engine = self.engine
-        sizes = (engine.get_device_memory_size_for_profile_v2(i) for i in range(len(MODES)))
+        sizes = (engine.get_device_memory_size_for_profile_v2(i) for i in range(len(ENGINE_MODES)))
         return max(int(engine.device_memory_size_v2), *map(int, sizes))
 
     def configure(self, options: RtxOptions) -> Any:
@@ -104,7 +104,7 @@ class Engine:
         if not self._config.set_runtime_cache(cache):
             raise self.library.refused(f"engine {self.graph}: set_runtime_cache")
 
-    def context(self, mode: Mode, scratch: tuple[int, int], stream: int) -> "Context":
+    def context(self, mode: EngineMode, scratch: tuple[int, int], stream: int) -> "Context":
         """A new context; scratch is address and size. Raises BackendError."""
         how = self._config or self.library.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self.engine.create_execution_context(how)
@@ -117,11 +117,16 @@ class Context:
     """An execution context of one mode. Every method raises BackendError where TensorRT refuses."""
 
     def __init__(
-        self, engine: Engine, context: Any, mode: Mode, scratch: tuple[int, int], stream: int
+        self,
+        engine: LoadedEngine,
+        context: Any,
+        mode: EngineMode,
+        scratch: tuple[int, int],
+        stream: int,
     ) -> None:
         self.engine, self.context, self.mode, self.stream = engine, context, mode, stream
         self._shapes: dict[str, Sequence[int]] = {}
-        if not context.set_optimization_profile_async(MODES.index(mode), stream):
+        if not context.set_optimization_profile_async(ENGINE_MODES.index(mode), stream):
             raise self._refused("the profile itself")
         engine.library.log.errors.clear()
         context.set_device_memory(*scratch)  # returns nothing: only the logger knows

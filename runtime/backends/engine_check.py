@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from graphs.contract.manifest import MODES
+from graphs.contract.manifest import ENGINE_MODES
 from graphs.contract.spec import BuildError, GraphSpec, TensorSpec
-from runtime.backends.engine import Engine
+from runtime.backends.engine import LoadedEngine
 
 DATA_TYPES = {"float": "FLOAT", "bfloat16": "BF16", "float8e4m3fn": "FP8", "int64": "INT64"}
 
 
-def check_engine(engine: Engine, graph: GraphSpec) -> None:
+def check_engine(engine: LoadedEngine, graph: GraphSpec) -> None:
     """Raises BuildError naming the first tensor or profile that is not as recorded."""
     opened = engine.engine
     found = [opened.get_tensor_name(i) for i in range(opened.num_io_tensors)]
@@ -20,18 +20,19 @@ def check_engine(engine: Engine, graph: GraphSpec) -> None:
     outputs = {t.name for t in graph.outputs}
     for tensor in expected.values():
         _check_tensor(engine, tensor, output=tensor.name in outputs)
-    if opened.num_optimization_profiles != len(MODES):
+    if opened.num_optimization_profiles != len(ENGINE_MODES):
         raise _differs(
-            engine, f"{len(MODES)} profiles expected, found {opened.num_optimization_profiles}"
+            engine,
+            f"{len(ENGINE_MODES)} profiles expected, found {opened.num_optimization_profiles}",
         )
-    for index, mode in enumerate(MODES):
+    for index, mode in enumerate(ENGINE_MODES):
         for name, bounds in engine.record.shapes[mode].items():
             shapes = tuple(map(tuple, opened.get_tensor_profile_shape(name, index)))
             if shapes != bounds:
                 raise _differs(engine, f"{mode}: {name}: {bounds} expected, found {shapes}")
 
 
-def _check_tensor(engine: Engine, tensor: TensorSpec, output: bool) -> None:
+def _check_tensor(engine: LoadedEngine, tensor: TensorSpec, output: bool) -> None:
     trt, opened, name = engine.library.trt, engine.engine, tensor.name
     dims = tuple(d if isinstance(d, int) else -1 for d in tensor.dims)
     mode = trt.TensorIOMode.OUTPUT if output else trt.TensorIOMode.INPUT
@@ -50,5 +51,5 @@ def _check_tensor(engine: Engine, tensor: TensorSpec, output: bool) -> None:
             raise _differs(engine, f"{name}: {what} {expected} expected, found {found}")
 
 
-def _differs(engine: Engine, how: str) -> BuildError:
+def _differs(engine: LoadedEngine, how: str) -> BuildError:
     return BuildError(f"{engine.record.file}: {how}; compile it again")

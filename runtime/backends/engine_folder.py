@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from graphs.contract.manifest import MODES, Manifest
+from graphs.contract.manifest import ENGINE_MODES, Manifest
 from graphs.contract.shapes import input_bounds
 from graphs.contract.spec import GRAPHS, BuildError, BuildSpec, GraphName
 from graphs.engines.tensorrt import MODULES
@@ -36,7 +36,7 @@ def read_engines(folder: Path, manifest: Manifest, spec: BuildSpec) -> dict[Grap
     contents = {}
     for graph in GRAPHS:
         contents[graph] = manifest.engine_bytes(folder, graph, spec.graphs[graph].sha256)
-        for mode in MODES:
+        for mode in ENGINE_MODES:
             expected = input_bounds(spec.graphs[graph], mode, manifest.profile)
             if manifest.engines[graph].shapes[mode] != expected:
                 raise BuildError(

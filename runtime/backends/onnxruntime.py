@@ -14,7 +14,7 @@ from graphs.contract.config import BlockType
 from graphs.contract.spec import GRAPHS, BuildSpec, GraphName, expert_weight
 from graphs.contract.tensorfile import Array, TensorFile
 from graphs.session import ONNX_TYPE, open_session, ort_value
-from runtime.backends import BackendError, Slot
+from runtime.backends import BackendError, ExpertSlot
 from runtime.devices.base import Buffer, Device, Progress
 from runtime.devices.weights import Weights
 
@@ -78,7 +78,7 @@ class OnnxRuntimeBackend:
     def experts(
         self,
         layer: int,
-        groups: Sequence[Sequence[Slot]],
+        groups: Sequence[Sequence[ExpertSlot]],
         h: Buffer,
         acc: Buffer,
         spare: Buffer,

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from graphs.contract.config import BlockType
-from graphs.contract.manifest import MODES, Manifest, Mode, Profile
+from graphs.contract.manifest import ENGINE_MODES, EngineMode, Manifest, Profile
 from graphs.contract.shapes import dimension_ranges
 from graphs.contract.spec import BuildError, BuildSpec, GraphName, expert_weight
 from graphs.contract.tensorfile import ALIGNMENT, Array
 from graphs.engines.tensorrt import load_tensorrt
-from runtime.backends import Slot
-from runtime.backends.engine import Context, Engine, Library, RtxOptions
+from runtime.backends import ExpertSlot
+from runtime.backends.engine import Context, Library, LoadedEngine, RtxOptions
 from runtime.backends.engine_check import check_engine
 from runtime.backends.engine_folder import check_target, check_version, read_engines
 from runtime.backends.kernel_cache import KernelCache, cache_path
@@ -45,7 +45,7 @@ class TensorRTBackend:
         spec: BuildSpec,
         profile: Profile,
         device: CudaDevice,
-        engines: Mapping[GraphName, Engine],
+        engines: Mapping[GraphName, LoadedEngine],
         caches: Sequence[KernelCache],
     ) -> None:
         self.spec, self.profile, self.engines, self.caches = spec, profile, engines, caches
@@ -82,7 +82,7 @@ class TensorRTBackend:
         contents = read_engines(folder, manifest, spec)
         library = Library(trt or load_tensorrt(manifest.compiler))
         check_version(manifest, folder, library.version)
-        engines: dict[GraphName, Engine] = {}
+        engines: dict[GraphName, LoadedEngine] = {}
         caches = []
         for graph, content in contents.items():
             engine = library.open(graph, content, manifest.engines[graph])
@@ -100,7 +100,7 @@ class TensorRTBackend:
         self._slots = zeros((self._slot_bytes,), np.dtype(np.uint8))
         self._weights = _Uploads(self._gpu, weights.device_bytes, progress)
         self._layers: list[Addresses] = []  # what every context of a layer is bound to
-        self._blocks: dict[tuple[int, Mode, int], Context] = {}  # by layer, mode and group
+        self._blocks: dict[tuple[int, EngineMode, int], Context] = {}  # by layer, mode and group
         self._experts: list[dict[int, list[int]]] = []  # of each layer and expert
         tables = self._weights.place(weights.rope.tensors)
         for layer, file in enumerate(weights.layers):
@@ -108,14 +108,14 @@ class TensorRTBackend:
             placed = self._weights.place(file.tensors)
             own = {t.name: placed[t.name] for t in self.spec.graphs[block].weights}
             self._layers.append(tables | own)
-            for mode in MODES:
+            for mode in ENGINE_MODES:
                 self._block_context(layer, mode, 0)
             experts = range(config.n_routed_experts if block == "moe" else 0)
             self._experts.append({expert: self._addresses_of(expert, placed) for expert in experts})
         head = self._weights.place(weights.head.tensors)
-        self._expert_contexts = {mode: self._context("experts", mode, {}) for mode in MODES}
-        self._slot_rows = {mode: [0] * self.spec.slots for mode in MODES}  # the last run's
-        self._head_contexts = {mode: self._context("head", mode, head) for mode in MODES}
+        self._expert_contexts = {mode: self._context("experts", mode, {}) for mode in ENGINE_MODES}
+        self._slot_rows = {mode: [0] * self.spec.slots for mode in ENGINE_MODES}  # the last run's
+        self._head_contexts = {mode: self._context("head", mode, head) for mode in ENGINE_MODES}
 
     def block(
         self,
@@ -134,7 +134,7 @@ class TensorRTBackend:
     def experts(
         self,
         layer: int,
-        groups: Sequence[Sequence[Slot]],
+        groups: Sequence[Sequence[ExpertSlot]],
         h: Buffer,
         acc: Buffer,
         spare: Buffer,
@@ -167,18 +167,18 @@ class TensorRTBackend:
         for cache in self.caches:
             cache.save()
 
-    def _mode(self, rows: Buffer) -> Mode:
+    def _mode(self, rows: Buffer) -> EngineMode:
         """Of a graph that knows rows only: the decode profile's, as long as it admits them."""
         return "decode" if len(rows) <= self._few else "prefill"
 
-    def _block_context(self, layer: int, mode: Mode, group: int) -> Context:
+    def _block_context(self, layer: int, mode: EngineMode, group: int) -> Context:
         key = layer, mode, group
         if key not in self._blocks:
             block = self.spec.config.block_type(layer)
             self._blocks[key] = self._context(block, mode, self._layers[layer])
         return self._blocks[key]
 
-    def _context(self, graph: GraphName, mode: Mode, bound: Addresses) -> Context:
+    def _context(self, graph: GraphName, mode: EngineMode, bound: Addresses) -> Context:
         scratch = self._gpu.address(self._scratch), self._engine_bytes
         context = self.engines[graph].context(mode, scratch, self._gpu.driver.stream)
         context.bind(list(bound), bound.values())
@@ -188,7 +188,7 @@ class TensorRTBackend:
         """Of an expert's weights, in the order of a slot's."""
         return [placed[expert_weight(name, expert)] for name in self._slot_inputs[0][2:]]
 
-    def _upload(self, groups: Sequence[Sequence[Slot]]) -> Iterator[int]:
+    def _upload(self, groups: Sequence[Sequence[ExpertSlot]]) -> Iterator[int]:
         """Copy every slot's rows and gates to the GPU; their addresses, in order."""
         arrays = (array for group in groups for slot in group for array in (slot.rows, slot.gates))
         pieces = [_padded(array.tobytes()) for array in arrays]

@@ -10,11 +10,11 @@ import numpy as np
 from graphs.budget.traffic import Traffic, chain_traffic, graph_traffic
 from graphs.contract.spec import GRAPHS
 from runtime.backends import BackendError
-from runtime.benchmark.cases import Case, choose_cases, filled
+from runtime.benchmark.cases import BenchCase, choose_cases, filled
 from runtime.benchmark.clocks import measure
 from runtime.benchmark.engines import EngineRun, engine_runs
 from runtime.benchmark.machine import describe_machine, describe_versions
-from runtime.benchmark.measurements import Clock, Measurement, Report
+from runtime.benchmark.measurements import BenchReport, Clock, Measurement
 from runtime.benchmark.roofline import Roofline
 from runtime.cache.errors import CacheError
 from runtime.devices.base import DeviceError
@@ -37,7 +37,7 @@ def bench(
     lengths: Sequence[int],
     rounds: int,
     on_measured: OnMeasured = lambda what: None,
-) -> Report:
+) -> BenchReport:
     """Measure a chain whose cache is empty; `by` names what runs its graphs. Raises BenchError.
 
     Of the report, `computed` has the cases that were left out, with why, and the tokens a second of
@@ -57,7 +57,7 @@ def bench(
         "tokens_per_second": [_rate(m) for m in found if _is_step(m)],
         "left_out": left_out,
     }
-    return Report(describe_machine(chain), describe_versions(chain), found, computed)
+    return BenchReport(describe_machine(chain), describe_versions(chain), found, computed)
 
 
 class _Bench:
@@ -70,7 +70,7 @@ class _Bench:
         self.found: list[Measurement] = []
         self._done: set[tuple[str, tuple[int, ...]]] = set()
 
-    def engines(self, case: Case) -> None:
+    def engines(self, case: BenchCase) -> None:
         """Each that another case did not measure with the same sizes. Raises BenchError."""
         for engine in engine_runs(self.chain, case):
             key = engine.graph, tuple(engine.sizes.values())
@@ -84,7 +84,7 @@ class _Bench:
             traffic = graph_traffic(spec.config, engine.graph, spec.precision, **case.sizes)
             self._add(engine.graph, engine.sizes, seconds, traffic, engine.layers)
 
-    def steps(self, case: Case) -> None:
+    def steps(self, case: BenchCase) -> None:
         """Of the whole chain; what a step appends is dropped again. Raises BenchError."""
         chain, spec = self.chain, self.chain.spec
         ids = np.random.default_rng(1).integers(
@@ -126,7 +126,7 @@ class _Bench:
 
 
 @contextmanager
-def _said(what: str, case: Case) -> Iterator[None]:
+def _said(what: str, case: BenchCase) -> Iterator[None]:
     """Errors with what was measured, in which case."""
     try:
         yield

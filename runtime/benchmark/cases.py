@@ -14,7 +14,7 @@ USUAL_LENGTH = 1000
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """A step: so many sequences, new tokens of each, and cached rows of each before it."""
 
     batch: int
@@ -48,15 +48,15 @@ def usual_lengths(chain: Chain) -> list[int]:
 
 def choose_cases(
     chain: Chain, batches: Sequence[int], lengths: Sequence[int]
-) -> tuple[list[Case], list[str]]:
+) -> tuple[list[BenchCase], list[str]]:
     """Decode of each batch on each length, and prefill on nothing and on each length.
 
     Also which of them are beyond a limit, and why.
     """
     tokens = chain.profile.tokens
-    decode = [Case(batch, 1, cached) for batch in batches for cached in lengths]
-    prefill = [Case(1, tokens, cached) for cached in (0, *lengths)] if tokens > 1 else []
-    cases: list[Case] = []
+    decode = [BenchCase(batch, 1, cached) for batch in batches for cached in lengths]
+    prefill = [BenchCase(1, tokens, cached) for cached in (0, *lengths)] if tokens > 1 else []
+    cases: list[BenchCase] = []
     left_out: list[str] = []
     for case in dict.fromkeys(decode + prefill):
         try:
@@ -68,7 +68,7 @@ def choose_cases(
     return cases, left_out
 
 
-def _require(chain: Chain, case: Case) -> None:
+def _require(chain: Chain, case: BenchCase) -> None:
     """Raises StepError or CacheError where a step of the case would be refused."""
     longest = case.cached + case.tokens
     chain.require("batch", case.batch, chain.profile.batch)
@@ -79,7 +79,7 @@ def _require(chain: Chain, case: Case) -> None:
 
 
 @contextmanager
-def filled(chain: Chain, case: Case) -> Iterator[None]:
+def filled(chain: Chain, case: BenchCase) -> Iterator[None]:
     """The cache holds the case's sequences, of random rows, with room for its new tokens.
 
     The rows are all sequences' the same, but each has them in its own slot.

@@ -13,8 +13,8 @@ import numpy as np
 from graphs.contract.config import BlockType
 from graphs.contract.spec import GraphName
 from graphs.contract.tensorfile import Array
-from runtime.backends import Slot
-from runtime.benchmark.cases import Case
+from runtime.backends import ExpertSlot
+from runtime.benchmark.cases import BenchCase
 from runtime.devices.base import Buffer
 from runtime.step.chain import Chain, step_positions
 from runtime.step.expert_routing import expert_slots
@@ -37,7 +37,7 @@ class EngineRun:
     outputs: Sequence[Buffer]
 
 
-def engine_runs(chain: Chain, case: Case) -> Iterator[EngineRun]:
+def engine_runs(chain: Chain, case: BenchCase) -> Iterator[EngineRun]:
     """Of a case that the cache was filled for; each is to be used up before the next is made."""
     random = np.random.default_rng(0)
     for block in BLOCKS:
@@ -48,7 +48,9 @@ def engine_runs(chain: Chain, case: Case) -> Iterator[EngineRun]:
     yield _head(chain, case.batch, random)
 
 
-def _block(chain: Chain, case: Case, block: BlockType, random: np.random.Generator) -> EngineRun:
+def _block(
+    chain: Chain, case: BenchCase, block: BlockType, random: np.random.Generator
+) -> EngineRun:
     device, buffers, (B, S, M) = chain.device, chain.buffers, (case.batch, case.tokens, case.rows)
     lengths = np.full(B, case.cached)
     x, y = (stream[:M] for stream in buffers.streams)
@@ -85,7 +87,7 @@ def _run_block(
     return run
 
 
-def _experts(chain: Chain, case: Case, random: np.random.Generator) -> EngineRun:
+def _experts(chain: Chain, case: BenchCase, random: np.random.Generator) -> EngineRun:
     """All that a layer's step runs, its routing drawn with every expert as likely as another."""
     device, buffers, M = chain.device, chain.buffers, case.rows
     h, (acc, spare) = buffers.h[:M], (stream[:M] for stream in buffers.streams)
@@ -102,7 +104,7 @@ def _experts(chain: Chain, case: Case, random: np.random.Generator) -> EngineRun
     return EngineRun("experts", sizes, len(layers), run, [spare])
 
 
-def _routing(chain: Chain, M: int, random: np.random.Generator) -> list[list[Slot]]:
+def _routing(chain: Chain, M: int, random: np.random.Generator) -> list[list[ExpertSlot]]:
     E, K = chain.config.n_routed_experts, chain.config.num_experts_per_tok
     experts = random.random((M, E)).argsort(axis=1)[:, :K]
     gates = np.full((M, K), 1 / K, np.float32)

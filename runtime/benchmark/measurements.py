@@ -20,7 +20,7 @@ REPORT_FORMAT = 1
 Clock = Literal["wall", "stream", "launch"]
 
 
-class ReportError(ValueError):
+class BenchReportError(ValueError):
     """A file that is no report, or of another format."""
 
 
@@ -58,7 +58,7 @@ class Measurement:
 
 
 @dataclass
-class Report:
+class BenchReport:
     """`machine` and `versions` say where and with what; the rest is what was measured."""
 
     machine: dict[str, Any]
@@ -74,7 +74,7 @@ class Report:
         raise KeyError(f"no measurement of {what} by {by} with {case}, clock {clock}")
 
     @classmethod
-    def load(cls, path: Path) -> "Report":
+    def load(cls, path: Path) -> "BenchReport":
         """Raises ReportError."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
@@ -83,7 +83,9 @@ class Report:
             measurements = [_measurement(item) for item in raw["measurements"]]
             return cls(raw["machine"], raw["versions"], measurements, raw["computed"])
         except (OSError, KeyError, TypeError, ValueError) as e:
-            raise ReportError(f"{path}: a benchmark's report expected: {e!r}; measure again") from e
+            raise BenchReportError(
+                f"{path}: a benchmark's report expected: {e!r}; measure again"
+            ) from e
 
     def save(self, path: Path) -> None:
         content = {

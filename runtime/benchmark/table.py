@@ -5,13 +5,13 @@ from typing import Any
 
 from rich.table import Table
 
-from runtime.benchmark.measurements import Clock, Measurement, Report
+from runtime.benchmark.measurements import BenchReport, Clock, Measurement
 
 CLOCKS: dict[Clock, str] = {"stream": "GPU", "wall": "wall", "launch": "launch"}
 SIZES = ("batch", "tokens", "cached")
 
 
-def table(report: Report, title: str) -> Table:
+def table(report: BenchReport, title: str) -> Table:
     """Milliseconds: medians, and the quartiles of the first clock, of which the ratio is, too."""
     clocks = [clock for clock in CLOCKS if any(m.clock == clock for m in report.measurements)]
     first, *others = clocks
@@ -35,7 +35,7 @@ def table(report: Report, title: str) -> Table:
     return shown
 
 
-def notes(report: Report) -> Iterator[str]:
+def notes(report: BenchReport) -> Iterator[str]:
     """What floors are of, and what was not measured."""
     marks = _marks(report)
     for floor, mark in marks.items():
@@ -46,18 +46,18 @@ def notes(report: Report) -> Iterator[str]:
         yield f"left out: {case}"
 
 
-def _marks(report: Report) -> dict[str, str]:
+def _marks(report: BenchReport) -> dict[str, str]:
     """Of each floor that there is, as many stars as there are others before it."""
     floors = dict.fromkeys(m.floor_of for m in report.measurements if m.floor_of)
     return {floor: "*" * count for count, floor in enumerate(floors)}
 
 
-def _rates(report: Report) -> list[dict[str, Any]]:
+def _rates(report: BenchReport) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = report.computed["tokens_per_second"]
     return found
 
 
-def _groups(report: Report) -> list[dict[Clock, Measurement]]:
+def _groups(report: BenchReport) -> list[dict[Clock, Measurement]]:
     groups: dict[tuple[str, tuple[tuple[str, int], ...]], dict[Clock, Measurement]] = {}
     for found in report.measurements:
         groups.setdefault((found.what, tuple(found.case.items())), {})[found.clock] = found

@@ -20,7 +20,7 @@ import numpy as np
 
 from graphs.contract.tensorfile import ALIGNMENT, Array
 from runtime.cache.errors import CacheError, NonFiniteError
-from runtime.cache.slots import Move, Slots
+from runtime.cache.slots import CacheSlots, RowMove
 from runtime.cache.strides import ROW_MULTIPLE, require_rows
 from runtime.devices.base import Buffer, Device
 
@@ -63,7 +63,7 @@ class LatentCache:
             )
         self.device, self.dtype = device, dtype
         self.rows: Buffer = device.zeros((layers, rows, width), dtype)
-        self.slots = Slots(rows)
+        self.slots = CacheSlots(rows)
         self._peak = self._moved = self._committed = 0
 
     @property
@@ -211,7 +211,7 @@ class LatentCache:
             bad = np.argwhere(~self.device.finite_rows(self.rows, rows))
             assert not len(bad), f"layer {bad[0, 0]}, row {start + bad[0, 1]}: not finite"
 
-    def _move(self, moves: Sequence[Move]) -> None:
+    def _move(self, moves: Sequence[RowMove]) -> None:
         for move in moves:
             if move.count and move.source != move.target:
                 self.device.move_rows(self.rows, move.source, move.target, move.count)

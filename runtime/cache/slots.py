@@ -25,7 +25,7 @@ SHRINK_FACTOR = 4  # hysteresis: a sequence that grows and shrinks by a little m
 
 
 @dataclass(frozen=True)
-class Move:
+class RowMove:
     """Copy `count` rows of every layer."""
 
     source: int
@@ -34,7 +34,7 @@ class Move:
 
 
 @dataclass(eq=False)
-class Active:
+class ActiveSlot:
     """A sequence in a slot; it has one row per token."""
 
     handle: int
@@ -42,7 +42,7 @@ class Active:
 
 
 @dataclass(eq=False)
-class Inactive:
+class InactiveSlot:
     """A finished sequence whose rows are still there, from row `start` on."""
 
     tokens: "array[int]"
@@ -56,14 +56,14 @@ def common_prefix(a: "array[int]", b: "array[int]") -> int:
     return int(differ.argmax()) if differ.any() else count
 
 
-class Slots:
+class CacheSlots:
     """See the module's docstring. `inactive` has the least recently used first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.stride = ROW_MULTIPLE
-        self.active: list[Active] = []  # by slot
-        self.inactive: list[Inactive] = []
+        self.active: list[ActiveSlot] = []  # by slot
+        self.inactive: list[InactiveSlot] = []
         self.issued = self.evictions = self.prefix_hits = self.prefix_rows = 0
 
     @property
@@ -86,7 +86,7 @@ class Slots:
         if first < 0 or count < 1 or first + count > len(self.active):
             raise CacheError(f"{count} slots from {first} on asked for, {len(self.active)} in use")
 
-    def allocate(self, prompt: "array[int]") -> list[Move]:
+    def allocate(self, prompt: "array[int]") -> list[RowMove]:
         """A new last slot, with what lies cached of the prompt, its last token excepted.
 
         Raises CacheFullError.
@@ -101,7 +101,7 @@ class Slots:
         self.prefix_rows += reused
         return self._append(prompt[:reused], source)
 
-    def fork(self, handle: int, length: int | None) -> list[Move]:
+    def fork(self, handle: int, length: int | None) -> list[RowMove]:
         """A new last slot, with the first `length` tokens of an active sequence.
 
         Raises StaleHandleError, CacheFullError, and CacheError where it is not as long.
@@ -110,23 +110,23 @@ class Slots:
         tokens = source.tokens[: self._prefix(source, length)]
         return self._append(tokens, source)
 
-    def truncate(self, handle: int, length: int) -> list[Move]:
+    def truncate(self, handle: int, length: int) -> list[RowMove]:
         """Raises StaleHandleError, and CacheError where it is not as long."""
         sequence = self.active[self.slot(handle)]
         del sequence.tokens[self._prefix(sequence, length) :]
         return self._shrink()
 
-    def free(self, handle: int, keep: bool) -> list[Move]:
+    def free(self, handle: int, keep: bool) -> list[RowMove]:
         """The last slot moves into the hole. Raises StaleHandleError."""
         slot, last = self.slot(handle), len(self.active) - 1
         moves = self._keep(slot) if keep else []
         count = len(self.active[last].tokens)
-        moves.append(Move(last * self.stride, slot * self.stride, count))
+        moves.append(RowMove(last * self.stride, slot * self.stride, count))
         self.active[slot] = self.active[last]
         self.active.pop()
         return moves + self._shrink()
 
-    def reserve(self, first: int, counts: Sequence[int]) -> list[Move]:
+    def reserve(self, first: int, counts: Sequence[int]) -> list[RowMove]:
         """Room for counts[b] more rows in slot first+b. Raises CacheError, CacheFullError."""
         self.require_slots(first, len(counts))
         taking = zip(self.active[first:], counts, strict=False)
@@ -157,24 +157,26 @@ class Slots:
         stride = max(needed, self.stride)
         return stride if count * stride <= self.capacity else needed
 
-    def _prefix(self, sequence: Active, length: int | None) -> int:
+    def _prefix(self, sequence: ActiveSlot, length: int | None) -> int:
         found = len(sequence.tokens)
         length = found if length is None else length
         if not 0 <= length <= found:
             raise CacheError(f"sequence {sequence.handle}: {length} of its {found} rows asked for")
         return length
 
-    def _longest_prefix(self, prompt: "array[int]") -> tuple[Active | Inactive | None, int]:
+    def _longest_prefix(self, prompt: "array[int]") -> tuple[ActiveSlot | InactiveSlot | None, int]:
         """Who has most of it, and how much; of equals an active one, which gives way to nobody."""
-        best: tuple[Active | Inactive | None, int] = None, 0
-        sources: list[Active | Inactive] = [*self.active, *self.inactive]
+        best: tuple[ActiveSlot | InactiveSlot | None, int] = None, 0
+        sources: list[ActiveSlot | InactiveSlot] = [*self.active, *self.inactive]
         for sequence in sources:
             count = common_prefix(sequence.tokens, prompt)
             if count > best[1]:
                 best = sequence, count
         return best
 
-    def _append(self, tokens: "array[int]", source: Active | Inactive | None) -> list[Move]:
+    def _append(
+        self, tokens: "array[int]", source: ActiveSlot | InactiveSlot | None
+    ) -> list[RowMove]:
         """A new last slot, with the rows of a prefix of another sequence. Raises CacheFullError.
 
         An inactive source becomes the most recently used, so it is the last to give way. Where
@@ -184,26 +186,26 @@ class Slots:
         slot = len(self.active)
         stride = self._stride(slot + 1, max(self.longest, len(tokens)))
         end, cut = (slot + 1) * stride, None
-        if isinstance(source, Inactive):
+        if isinstance(source, InactiveSlot):
             self._touch(source)
             if self.capacity - len(source.tokens) < end:
                 cut = source
                 del cut.tokens[len(tokens) :]
         moves = self._make_room(end, cut) + self._lay_out(stride)
         if source is not None:
-            moves.append(Move(self._start(source), slot * stride, len(tokens)))
+            moves.append(RowMove(self._start(source), slot * stride, len(tokens)))
         if cut is not None:
             self.inactive.remove(cut)
         self.issued += 1
-        self.active.append(Active(self.issued, tokens))
+        self.active.append(ActiveSlot(self.issued, tokens))
         return moves
 
-    def _start(self, source: Active | Inactive) -> int:
-        if isinstance(source, Inactive):
+    def _start(self, source: ActiveSlot | InactiveSlot) -> int:
+        if isinstance(source, InactiveSlot):
             return source.start
         return self.active.index(source) * self.stride
 
-    def _keep(self, slot: int) -> list[Move]:
+    def _keep(self, slot: int) -> list[RowMove]:
         """Copy a slot's rows behind the active ones, if there is room when all others give way.
 
         Of inactive sequences of which one begins with the other, only the longer is held.
@@ -221,14 +223,14 @@ class Slots:
         ]
         moves = self._make_room(end + len(tokens))
         start = self.capacity - self.inactive_rows - len(tokens)
-        self.inactive.append(Inactive(tokens, start))
-        return [*moves, Move(slot * self.stride, start, len(tokens))]
+        self.inactive.append(InactiveSlot(tokens, start))
+        return [*moves, RowMove(slot * self.stride, start, len(tokens))]
 
-    def _touch(self, kept: Inactive) -> None:
+    def _touch(self, kept: InactiveSlot) -> None:
         self.inactive.remove(kept)
         self.inactive.append(kept)
 
-    def _make_room(self, rows: int, spared: Inactive | None = None) -> list[Move]:
+    def _make_room(self, rows: int, spared: InactiveSlot | None = None) -> list[RowMove]:
         """Let inactive ones go until the first `rows` rows are free of them; pack the others."""
         while self.capacity - self.inactive_rows < rows and self.inactive[0] is not spared:
             del self.inactive[0]
@@ -236,18 +238,18 @@ class Slots:
         moves, end = [], self.capacity
         for kept in sorted(self.inactive, key=lambda kept: -kept.start):
             end -= len(kept.tokens)
-            moves.append(Move(kept.start, end, len(kept.tokens)))
+            moves.append(RowMove(kept.start, end, len(kept.tokens)))
             kept.start = end
         return moves
 
-    def _shrink(self) -> list[Move]:
+    def _shrink(self) -> list[RowMove]:
         needed = stride_for(self.longest)
         return self._lay_out(needed) if needed * SHRINK_FACTOR <= self.stride else []
 
-    def _lay_out(self, stride: int) -> list[Move]:
+    def _lay_out(self, stride: int) -> list[RowMove]:
         """All slots at another stride: last first where they move up, else first first."""
         moves = [
-            Move(slot * self.stride, slot * stride, len(sequence.tokens))
+            RowMove(slot * self.stride, slot * stride, len(sequence.tokens))
             for slot, sequence in enumerate(self.active)
         ]
         if stride > self.stride:

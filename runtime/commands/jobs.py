@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from graphs.contract.config import ModelConfig
 from graphs.contract.manifest import Profile
 from runtime.cache.errors import CacheError
-from runtime.commands.prompts import Asked
+from runtime.commands.prompts import PromptRequest
 from runtime.serving.encoder import Encoder, GenerationOptions
 from runtime.serving.request import Request, RequestError
 from runtime.serving.sampling import SamplingError
@@ -27,7 +27,7 @@ class Job:
 
 
 def make_jobs(
-    asked: Sequence[Asked],
+    asked: Sequence[PromptRequest],
     encoder: Encoder,
     common: GenerationOptions,
     config: ModelConfig,
@@ -38,7 +38,7 @@ def make_jobs(
 
 
 def _job(
-    asked: Asked,
+    asked: PromptRequest,
     encoder: Encoder,
     common: GenerationOptions,
     config: ModelConfig,

@@ -7,7 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from graphs.contract.manifest import Profile
-from runtime.commands.prompts import Asked, given_file, given_ids, given_messages, given_texts
+from runtime.commands.prompts import (
+    PromptRequest,
+    given_file,
+    given_ids,
+    given_messages,
+    given_texts,
+)
 from runtime.load import BackendName, LoadOptions, Provider
 
 Build = Annotated[Path, typer.Argument(help="Build folder, build/MODEL/PRECISION.")]
@@ -163,7 +169,7 @@ def given_prompts(
     prompt_ids: list[str] | None,
     messages: Path | None,
     prompts: Path | None,
-) -> list[Asked]:
+) -> list[PromptRequest]:
     """Raises BadParameter where they are of no kind or of several; PromptError."""
     if sum(bool(given) for given in (prompt, prompt_ids, messages, prompts)) != 1:
         raise typer.BadParameter(

@@ -24,7 +24,7 @@ SHOWN = 40  # characters of a wrong value
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptRequest:
     """One prompt, where it was found, and its own settings by their keys."""
 
     id: str | int
@@ -44,32 +44,34 @@ class Asked:
         return options
 
 
-def given_texts(texts: Sequence[str]) -> list[Asked]:
-    return [Asked(n, _numbered("--prompt", n, texts), text) for n, text in enumerate(texts, 1)]
+def given_texts(texts: Sequence[str]) -> list[PromptRequest]:
+    return [
+        PromptRequest(n, _numbered("--prompt", n, texts), text) for n, text in enumerate(texts, 1)
+    ]
 
 
-def given_ids(lists: Sequence[str]) -> list[Asked]:
+def given_ids(lists: Sequence[str]) -> list[PromptRequest]:
     """Of lists like 1,2,3. Raises PromptError."""
     asked = []
     for n, text in enumerate(lists, 1):
         where = _numbered("--prompt-ids", n, lists)
         try:
-            asked.append(Asked(n, where, [int(part) for part in text.split(",")]))
+            asked.append(PromptRequest(n, where, [int(part) for part in text.split(",")]))
         except ValueError as e:
             raise PromptError(f"{where}: whole numbers as 1,2,3 expected, found {text!r}") from e
     return asked
 
 
-def given_messages(path: Path) -> list[Asked]:
+def given_messages(path: Path) -> list[PromptRequest]:
     """One chat of a JSON file, `-`: of standard input. Raises PromptError."""
     raw, name = _read(path)
-    return [Asked(1, name, parse_messages(raw, name))]
+    return [PromptRequest(1, name, parse_messages(raw, name))]
 
 
-def given_file(path: Path) -> list[Asked]:
+def given_file(path: Path) -> list[PromptRequest]:
     """A prompt a line; `-`: of standard input. Empty lines are skipped. Raises PromptError."""
     raw, name = _read(path)
-    asked: list[Asked] = []
+    asked: list[PromptRequest] = []
     lines: dict[str | int, str] = {}
     for number, line in enumerate(raw.splitlines(), 1):
         if not line.strip():
@@ -100,7 +102,7 @@ def _read(path: Path) -> tuple[bytes, str]:
     return path.read_bytes(), str(path)
 
 
-def _parse(line: bytes, where: str, number: int) -> Asked:
+def _parse(line: bytes, where: str, number: int) -> PromptRequest:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as e:
@@ -117,7 +119,7 @@ def _parse(line: bytes, where: str, number: int) -> Asked:
         )
     values = {key: _checked(f"{where}: {key}", key, value) for key, value in found.items()}
     prompt, name = values.pop(prompts[0]), values.pop("id", number)
-    return Asked(name, where, prompt, values)
+    return PromptRequest(name, where, prompt, values)
 
 
 def _checked(where: str, key: str, value: Any) -> Any:

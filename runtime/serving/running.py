@@ -13,7 +13,7 @@ class CallbackError(RuntimeError):
 
 
 @dataclass
-class Running:
+class RunningRequest:
     """`pending` are the ids that are still to be run: of the prompt, then its newest token."""
 
     ticket: int

@@ -23,7 +23,7 @@ from runtime.cache.errors import CacheError, CacheFullError, NonFiniteError
 from runtime.cache.strides import stride_for
 from runtime.devices.base import DeviceError
 from runtime.serving.request import Completion, OnUpdate, Request, RequestError
-from runtime.serving.running import Running
+from runtime.serving.running import RunningRequest
 from runtime.serving.sampling import Sampler, SamplingError
 from runtime.serving.text import TextStream
 from runtime.step.chain import Chain, LogitsError, StepError, require_ids
@@ -38,7 +38,7 @@ SCORE_BUFFERS = 3  # of tokens × keys × heads, in a prefill (graphs/engines/ac
 FAILURES = (BackendError, StepError, CacheError, DeviceError, SamplingError, MemoryError)
 
 
-_Work = dict[int, tuple[Running, list[int]]]  # by slot: who is served, with which ids
+_Work = dict[int, tuple[RunningRequest, list[int]]]  # by slot: who is served, with which ids
 
 
 class Scheduler:
@@ -62,8 +62,8 @@ class Scheduler:
                 f"token_budget, scratch_bytes: at least 1 expected, found {token_budget}, "
                 f"{scratch_bytes}"
             )
-        self.waiting: deque[Running] = deque()
-        self.running: list[Running] = []
+        self.waiting: deque[RunningRequest] = deque()
+        self.running: list[RunningRequest] = []
         self.steps = 0
         self._issued = 0
         self._stepping = False
@@ -84,7 +84,7 @@ class Scheduler:
         stream = TextStream(self.tokenizer, request.stop_strings)
         sampler = Sampler(request.sampling, request.prompt)
         self.waiting.append(
-            Running(self._issued, request, sampler, stream, on_update, list(request.prompt))
+            RunningRequest(self._issued, request, sampler, stream, on_update, list(request.prompt))
         )
         return self._issued
 

@@ -9,11 +9,11 @@ from graphs.contract.spec import BuildSpec
 from graphs.contract.tensorfile import DTYPES, Array
 from runtime.cache.strides import least_stride
 from runtime.devices.base import Buffer, Device
-from runtime.step.expert_routing import Routing
+from runtime.step.expert_routing import ExpertRouting
 
 
 @dataclass(frozen=True)
-class Stream:
+class ResidualStream:
     """A residual stream as the experts and the head see it, [M, D], and as the blocks do."""
 
     rows: Buffer
@@ -21,10 +21,10 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Views:
+class StepViews:
     """What the blocks of a step of B sequences of S tokens read and write, M = B·S."""
 
-    streams: tuple[Stream, Stream]
+    streams: tuple[ResidualStream, ResidualStream]
     h: Buffer  # [M, D]
     experts: Buffer  # [M, K]
     gates: Buffer  # [M, K]
@@ -49,8 +49,8 @@ class StepBuffers:
         self.h = device.zeros((M, D), activation)
         self.staged = device.zeros((config.num_hidden_layers, M, config.cache_width), activation)
         self.positions = device.zeros((M,), np.dtype(np.int64))
-        self.routing = Routing(device, M, config.num_experts_per_tok)
-        self._views: dict[tuple[int, int], Views] = {}
+        self.routing = ExpertRouting(device, M, config.num_experts_per_tok)
+        self._views: dict[tuple[int, int], StepViews] = {}
         self._rows = device.zeros((0, D), fp32)
         self._logits = device.zeros((0, self.vocab), fp32)
         self.head(max(profile.batch, 2))
@@ -66,15 +66,15 @@ class StepBuffers:
         layers, _, W = self.staged.shape
         return self.staged[:, : B * S].reshape(layers, B, S, W)
 
-    def views(self, B: int, S: int) -> Views:
+    def views(self, B: int, S: int) -> StepViews:
         """Made once for each size: on a GPU, making one takes longer than passing it on."""
         if (B, S) not in self._views:
             M = B * S
             rows = [stream[:M] for stream in self.streams]
-            first, second = (Stream(stream, stream.reshape(B, S, -1)) for stream in rows)
+            first, second = (ResidualStream(stream, stream.reshape(B, S, -1)) for stream in rows)
             experts, gates = self.routing.buffers(M)
             new = [layer[:M].reshape(B, S, -1) for layer in self.staged]
-            self._views[B, S] = Views((first, second), self.h[:M], experts, gates, new)
+            self._views[B, S] = StepViews((first, second), self.h[:M], experts, gates, new)
         return self._views[B, S]
 
     def head(self, rows: int) -> tuple[Buffer, Buffer]:

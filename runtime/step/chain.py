@@ -17,7 +17,7 @@ from graphs.contract.config import ModelConfig
 from graphs.contract.manifest import Profile
 from graphs.contract.spec import BuildSpec
 from graphs.contract.tensorfile import DTYPES, Array
-from runtime.backends import Backend, Slot
+from runtime.backends import Backend, ExpertSlot
 from runtime.cache.kv_cache import LatentCache
 from runtime.cache.strides import least_stride
 from runtime.devices.base import Buffer
@@ -156,7 +156,7 @@ class Chain:
                     x, spare = spare, x
         return x.rows
 
-    def _routed(self, batch: "_Batch") -> list[list[Slot]]:
+    def _routed(self, batch: "_Batch") -> list[list[ExpertSlot]]:
         """Which rows go to which expert, as the block that ran last chose."""
         experts, gates = self.buffers.routing.read(batch.ids.size)
         least = self.backend.least_rows

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from graphs.contract.tensorfile import ALIGNMENT, Array
-from runtime.backends import Slot
+from runtime.backends import ExpertSlot
 from runtime.devices.base import Buffer, Device
 
 
-class Routing:
+class ExpertRouting:
     """Where a MoE block writes its choice, in one buffer, so that one copy brings it to the host.
 
     experts: int64 [M,K]; gates: fp32 [M,K].
@@ -43,7 +43,7 @@ class Routing:
 
 def expert_slots(
     experts_MK: Array, weights_MK: Array, valid_M: Array, slots: int, least_rows: int = 1
-) -> Iterator[list[Slot]]:
+) -> Iterator[list[ExpertSlot]]:
     """Groups of exactly `slots` slots, experts ascending; rows that are not valid go to none.
 
     Ascending order makes a token's sum independent of its neighbours. Where experts run out, a slot
@@ -62,7 +62,7 @@ def expert_slots(
     experts_N, rows_N, gates_N1 = experts_N[order], rows_N[order], gates_N[order][:, None]
     starts = [0, *((experts_N[1:] != experts_N[:-1]).nonzero()[0] + 1).tolist()]
     used = [
-        Slot(expert, rows_N[start:end], gates_N1[start:end])
+        ExpertSlot(expert, rows_N[start:end], gates_N1[start:end])
         for expert, start, end in zip(
             experts_N[starts].tolist(), starts, [*starts[1:], len(rows_N)], strict=True
         )
@@ -70,7 +70,7 @@ def expert_slots(
     for start in range(0, len(used), slots):
         group = used[start : start + slots]
         if lacking := slots - len(group):
-            idle = Slot(group[0].expert, np.zeros(1, np.int64), np.zeros((1, 1), np.float32))
+            idle = ExpertSlot(group[0].expert, np.zeros(1, np.int64), np.zeros((1, 1), np.float32))
             group += [idle] * lacking
         yield group
 

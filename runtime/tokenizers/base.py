@@ -51,13 +51,13 @@ class Tokenizer:
         """The text that ids print as; U+FFFD stands for what is no UTF-8."""
         return self.spell(ids).decode(errors="replace")
 
-    def stream(self) -> "Stream":
+    def stream(self) -> "TokenDecoder":
         """Decodes one sequence as it comes."""
-        return Stream(self.pieces, codecs.getincrementaldecoder("utf-8")(errors="replace"))
+        return TokenDecoder(self.pieces, codecs.getincrementaldecoder("utf-8")(errors="replace"))
 
 
 @dataclass(frozen=True)
-class Stream:
+class TokenDecoder:
     """Decodes token by token, holding back a character until its last byte has come."""
 
     pieces: Sequence[bytes]

@@ -12,25 +12,25 @@ from typer.testing import CliRunner
 
 from bench.speed import bars, dense_block
 from bench.speed import run as bench_run
-from bench.speed.bars import Bar, faster, judge
+from bench.speed.bars import SpeedBar, faster, judge
 from bench.speed.deepseek_v3 import DeepseekLayer
-from bench.speed.dense_block import BESIDE, OURS, THEIRS, BenchError, Subject, compare, growth
+from bench.speed.dense_block import BESIDE, OURS, THEIRS, MeasuredBlock, SpeedError, compare, growth
 from bench.speed.end_to_end import PROMPT_TOKENS, compare_generation, pieces
 from bench.speed.limits import multiplying, reading
 from export.checkpoint.open import Checkpoint
-from runtime.benchmark.cases import Case
-from runtime.benchmark.measurements import Measurement, Report, ReportError, in_turns
+from runtime.benchmark.cases import BenchCase
+from runtime.benchmark.measurements import BenchReport, BenchReportError, Measurement, in_turns
 from tests.support.builds import NANO, Build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LONE, BATCH, PREFILL = Case(1, 1, 100), Case(4, 1, 100), Case(1, 16, 0)
+LONE, BATCH, PREFILL = BenchCase(1, 1, 100), BenchCase(4, 1, 100), BenchCase(1, 16, 0)
 
 
 @pytest.fixture(scope="module")
-def subject(nano: Build, checkpoint: Checkpoint) -> Subject:
+def subject(nano: Build, checkpoint: Checkpoint) -> MeasuredBlock:
     layer = DeepseekLayer(checkpoint)
-    return Subject(nano("fp32"), layer, reading(8 << 20), multiplying(64), threads=1)
+    return MeasuredBlock(nano("fp32"), layer, reading(8 << 20), multiplying(64), threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_the_report_has_every_case_by_everyone(written: tuple[Path, str]) -> Non
 
 
 def test_what_is_computed_is_in_the_report(written: tuple[Path, str]) -> None:
-    computed = Report.load(written[0] / "bench.json").computed
+    computed = BenchReport.load(written[0] / "bench.json").computed
     assert computed["bandwidth"] > 0
     assert set(computed["max_error"]) == {str(case) for case in bench_run.QUICK.cases}
     assert 0 < max(computed["max_error"].values()) <= dense_block.AGREEING
@@ -87,7 +87,7 @@ def test_tables_and_plots_show_it(written: tuple[Path, str]) -> None:
 
 def test_the_same_report_is_read_again(written: tuple[Path, str], tmp_path: Path) -> None:
     path = written[0] / "bench.json"
-    Report.load(path).save(tmp_path / "again.json")
+    BenchReport.load(path).save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
 
 
@@ -95,12 +95,12 @@ def test_the_same_report_is_read_again(written: tuple[Path, str], tmp_path: Path
 def test_what_is_no_report_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "bench.json"
     path.write_text(content)
-    with pytest.raises(ReportError, match=r"bench\.json: a benchmark's report expected"):
-        Report.load(path)
+    with pytest.raises(BenchReportError, match=r"bench\.json: a benchmark's report expected"):
+        BenchReport.load(path)
 
 
 @pytest.mark.parametrize("case", [LONE, BATCH, PREFILL], ids=str)
-def test_both_sides_compute_the_same(subject: Subject, case: Case) -> None:
+def test_both_sides_compute_the_same(subject: MeasuredBlock, case: BenchCase) -> None:
     found = compare(subject, case, rounds=1)
     assert found.error <= dense_block.AGREEING
     assert [m.by for m in found.measurements if m.by == BESIDE] == [BESIDE] * (case == LONE)
@@ -108,17 +108,17 @@ def test_both_sides_compute_the_same(subject: Subject, case: Case) -> None:
 
 @pytest.mark.parametrize("case", [LONE, PREFILL], ids=str)
 @pytest.mark.parametrize("weight", ["mlp.down_proj.weight", "self_attn.kv_b_proj.weight"])
-def test_another_weight_is_seen(subject: Subject, case: Case, weight: str) -> None:
+def test_another_weight_is_seen(subject: MeasuredBlock, case: BenchCase, weight: str) -> None:
     parameter = subject.layer.layer.get_parameter(weight)
     parameter.mul_(1.01)
     try:
-        with pytest.raises(BenchError, match=rf"{case}, ours.* against transformers eager: max"):
+        with pytest.raises(SpeedError, match=rf"{case}, ours.* against transformers eager: max"):
             compare(subject, case, rounds=1)
     finally:
         parameter.div_(1.01)
 
 
-def test_a_step_of_ours_is_the_chains_own(subject: Subject) -> None:
+def test_a_step_of_ours_is_the_chains_own(subject: MeasuredBlock) -> None:
     """What is repeated gives what a step of the chain gives, and only reads the cache."""
     with dense_block.our_step(subject, BATCH, batch_invariant=False) as ours:
         first = ours.run().copy()
@@ -127,7 +127,7 @@ def test_a_step_of_ours_is_the_chains_own(subject: Subject) -> None:
 
 
 def test_the_floor_is_of_weights_cached_rows_and_new_ones(
-    subject: Subject, checkpoint: Checkpoint
+    subject: MeasuredBlock, checkpoint: Checkpoint
 ) -> None:
     names = [n for n in checkpoint.shapes if n.startswith("model.layers.0.")]
     weights = sum(int(np.prod(checkpoint.shapes[name])) for name in names)
@@ -135,7 +135,7 @@ def test_the_floor_is_of_weights_cached_rows_and_new_ones(
         assert ours.needed_bytes == 4 * (weights + 4 * 100 * 144 + 4 * 144)
 
 
-def test_the_floor_is_needed_bytes_at_the_rate_of_the_same_run(subject: Subject) -> None:
+def test_the_floor_is_needed_bytes_at_the_rate_of_the_same_run(subject: MeasuredBlock) -> None:
     (ours, *_, read) = compare(subject, LONE, rounds=3).measurements
     rate = subject.reading.count / read.median
     with dense_block.our_step(subject, LONE, batch_invariant=False) as step:
@@ -143,7 +143,7 @@ def test_the_floor_is_needed_bytes_at_the_rate_of_the_same_run(subject: Subject)
     assert read.by == "memory" and read.case["B"] == subject.reading.count == 8 << 20
 
 
-def test_the_floor_of_a_prefill_is_its_operations(subject: Subject) -> None:
+def test_the_floor_of_a_prefill_is_its_operations(subject: MeasuredBlock) -> None:
     (ours, *_, multiply) = compare(subject, PREFILL, rounds=3).measurements
     assert multiply.by == "arithmetic" and multiply.case["FLOP"] == 2 * 64**3
     with dense_block.our_step(subject, PREFILL, batch_invariant=False) as step:
@@ -152,20 +152,20 @@ def test_the_floor_of_a_prefill_is_its_operations(subject: Subject) -> None:
         assert step.needed_flops == pytest.approx(2 * 16 * weights, rel=0.05)
 
 
-def test_a_larger_cache_holds_the_same_step(subject: Subject) -> None:
+def test_a_larger_cache_holds_the_same_step(subject: MeasuredBlock) -> None:
     small, large = growth(subject, 100, (256, 1024), rounds=3)
     assert (small.case["cache_rows"], large.case["cache_rows"]) == (256, 1024)
     assert len(small.seconds) == len(large.seconds) == 3
 
 
-CASE = Case(1, 1, 1000)
+CASE = BenchCase(1, 1, 1000)
 
 
-def planted(**seconds: tuple[float, ...]) -> Report:
+def planted(**seconds: tuple[float, ...]) -> BenchReport:
     """A decode step on 1,000 rows: 1 s for ours, 5 and 6 for transformers, at 2 GB/s, floor 0.8."""
     of = {"ours": (1.0, 1.0), "eager": (5.0, 5.0), "sdpa": (6.0, 6.0), "read": (2.0, 2.0)} | seconds
     read = CASE.sizes | {"B": 4_000_000_000}
-    return Report(
+    return BenchReport(
         {},
         {},
         [
@@ -210,14 +210,16 @@ def test_a_cache_that_costs_its_memory_is_missed(large: float, met: bool) -> Non
         Measurement("step", OURS, {"cached": 100, "cache_rows": rows}, (seconds,))
         for rows, seconds in ((32768, large), (1024, 1.0))
     ]
-    (bar,) = judge(Report({}, {}, steps))
+    (bar,) = judge(BenchReport({}, {}, steps))
     assert (bar.ratio, bar.met) == (pytest.approx(large), met)
 
 
 def test_every_bar_of_the_full_plan_is_measured() -> None:
     measured = {*bench_run.FULL.cases, *bench_run.FULL.slow}
     assert {*bars.TIMES_THEIRS, *bars.TIMES_FLOOR} <= measured
-    assert Bar.of(Bar("x", 1.0, 2.0, most=True).as_dict()) == Bar("x", 1.0, 2.0, most=True)
+    assert SpeedBar.of(SpeedBar("x", 1.0, 2.0, most=True).as_dict()) == SpeedBar(
+        "x", 1.0, 2.0, most=True
+    )
 
 
 def test_runs_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +246,7 @@ def test_prompts_are_other_ones_every_round() -> None:
 
 
 def test_a_text_that_is_too_short_is_refused(nano: Build) -> None:
-    with pytest.raises(BenchError, match="text: at least 256 tokens expected, found 255"):
+    with pytest.raises(SpeedError, match="text: at least 256 tokens expected, found 255"):
         compare_generation(nano("fp32"), NANO, [1] * 255, 4, 8, rounds=1, threads=1)
 
 

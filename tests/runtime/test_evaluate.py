@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from bench.quality.fp8_by_layer import KINDS, kind_of, with_fp8
 from bench.quality.int4_checkpoint import app as int4_app
 from bench.quality.int4_checkpoint import int4_config
-from bench.quality.quality import BAR, FP8, Row, failure
+from bench.quality.quality import BAR, FP8, QualityRow, failure
 from bench.quality.quality import app as quality_app
 from export.checkpoint.open import Checkpoint
 from export.checkpoint.tensor_names import is_linear, is_routed
@@ -298,7 +298,9 @@ def test_every_linear_layer_that_fp8_packs_is_of_one_kind(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("change, fails", [(BAR, False), (BAR * 1.01, True), (-1.0, False)])
 def test_the_bar(change: float, fails: bool) -> None:
-    message = failure([Row("fp32", "fp32", 1.7, 1.0, 1, 0), Row(FP8, "fp32", 1.7, change, 1, 0)])
+    message = failure(
+        [QualityRow("fp32", "fp32", 1.7, 1.0, 1, 0), QualityRow(FP8, "fp32", 1.7, change, 1, 0)]
+    )
     assert (message is not None) == fails
     assert message is None or "at most 0.25% more bits than fp32 expected, found +0.25" in message
 

@@ -14,8 +14,8 @@ from runtime.evaluate import evaluate
 from runtime.serving.request import Request, RequestError
 from runtime.step.chain import StepError
 from runtime.tokenizers.chat import Message
-from tests.runtime.serving.test_scheduler import prompt, run_alone
 from tests.support.builds import Build, OpenChain
+from tests.support.requests import prompt, run_alone
 
 README = Path(__file__).parents[2] / "README.md"
 

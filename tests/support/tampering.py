@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from graphs.contract.tensorfile import Array
-from runtime.backends import Backend, Slot
+from runtime.backends import Backend, ExpertSlot
 from runtime.devices.base import Buffer, Progress
 from runtime.devices.weights import Weights
 from runtime.step.chain import Chain
@@ -58,7 +58,12 @@ class Tampering:
         self.change(layer, Block(self.inner, inputs, outputs))
 
     def experts(
-        self, layer: int, groups: Sequence[Sequence[Slot]], h: Buffer, acc: Buffer, spare: Buffer
+        self,
+        layer: int,
+        groups: Sequence[Sequence[ExpertSlot]],
+        h: Buffer,
+        acc: Buffer,
+        spare: Buffer,
     ) -> tuple[Buffer, Buffer]:
         return self.inner.experts(layer, groups, h, acc, spare)
 

@@ -13,7 +13,7 @@ import onnx
 import onnx.shape_inference
 from onnx import NodeProto
 
-from graphs.contract.manifest import Bounds, Mode
+from graphs.contract.manifest import Bounds, EngineMode
 from graphs.passes.inline import inline
 
 # What may lie between a weight and the product that reads it, each reading it by its first input.
@@ -38,7 +38,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Product:
+class MatrixProduct:
     """A matrix product of an activation and a weight, with the nodes between the two.
 
     weight: the graph input; via: from it to the product.
@@ -57,11 +57,11 @@ class LintGraph:
     name: str
     exported: onnx.ModelProto
     flat: onnx.ModelProto
-    bounds: Mapping[Mode, Mapping[str, Bounds]]
+    bounds: Mapping[EngineMode, Mapping[str, Bounds]]
 
     @classmethod
     def of(
-        cls, name: str, exported: onnx.ModelProto, bounds: Mapping[Mode, Mapping[str, Bounds]]
+        cls, name: str, exported: onnx.ModelProto, bounds: Mapping[EngineMode, Mapping[str, Bounds]]
     ) -> "LintGraph":
         return cls(name, exported, inline(exported), bounds)
 
@@ -96,7 +96,7 @@ class LintGraph:
         return {name: node for node in self.flat.graph.node for name in node.output}
 
     @cached_property
-    def products(self) -> tuple[Product, ...]:
+    def products(self) -> tuple[MatrixProduct, ...]:
         """Every matrix product of the flat graph that reads one weight."""
         found = (self._product(n) for n in self.flat.graph.node if n.op_type in ("MatMul", "Gemm"))
         return tuple(product for product in found if product)
@@ -127,13 +127,13 @@ class LintGraph:
             return self.flat, " ".join(str(e).split())
         return inferred, None
 
-    def _product(self, node: NodeProto) -> Product | None:
+    def _product(self, node: NodeProto) -> MatrixProduct | None:
         sources = [self.source(value) for value in node.input[:2]]
         of_weights = [i for i, (name, _) in enumerate(sources) if name in self.weights]
         if len(of_weights) != 1:
             return None
         (at,) = of_weights
-        return Product(node, node.input[1 - at], *sources[at])
+        return MatrixProduct(node, node.input[1 - at], *sources[at])
 
     @cached_property
     def _owners(self) -> dict[str, str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from onnx import NodeProto, TensorProto, helper
 
-from graphs.engines.lint_rules.graph import Finding, LintGraph, Product
+from graphs.engines.lint_rules.graph import Finding, LintGraph, MatrixProduct
 
 FP8_TYPES = (
     TensorProto.FLOAT8E4M3FN,
@@ -69,7 +69,7 @@ def _form_fault(graph: LintGraph, weight: str, reader: NodeProto) -> str | None:
     return None if axis in (1, -1) else f"dequantised along axis {axis}, 1 expected: [in, out]"
 
 
-def _product_fault(product: Product) -> str | None:
+def _product_fault(product: MatrixProduct) -> str | None:
     between = [n.op_type for n in product.via if n.op_type != "DequantizeLinear"]
     if between:
         return f"{', '.join(between)} between the matrix and its product, nothing expected"
@@ -80,7 +80,7 @@ def _product_fault(product: Product) -> str | None:
 
 def unshared_quantisation(graph: LintGraph) -> Iterator[Finding]:
     """No two matrix products read one quantised activation: their weights are fused at packing."""
-    readers: dict[str, list[Product]] = {}
+    readers: dict[str, list[MatrixProduct]] = {}
     for product in graph.products:
         if root := _quantised(graph, product.activation):
             readers.setdefault(root, []).append(product)
@@ -138,7 +138,7 @@ def _greatest(graph: LintGraph, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
     }
 
 
-def _rows(graph: LintGraph, product: Product, greatest: Mapping[str, int]) -> int | None:
+def _rows(graph: LintGraph, product: MatrixProduct, greatest: Mapping[str, int]) -> int | None:
     """Rows of a linear layer's activation at most, where its dimension is a product of names."""
     dims = graph.dims.get(product.activation, ())
     factors = str(dims[0]).split("*") if len(dims) == 2 else []

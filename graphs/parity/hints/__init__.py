@@ -5,8 +5,8 @@ Each hypothesis is a fault that has been made; see `evidence` for when one is be
 
 from collections.abc import Callable, Iterable
 
-from graphs.parity.compare import Case
-from graphs.parity.findings import Comparison, Hint, distinct, first_bad
+from graphs.parity.compare import ReplayCase
+from graphs.parity.findings import Hint, TapComparison, distinct, first_bad
 from graphs.parity.hints.evidence import Evidence, make_hint
 from graphs.parity.hints.gate import choice_hints, score_hints, sum_hints, weight_hints
 from graphs.parity.hints.norms import norm_hints
@@ -37,7 +37,7 @@ BY_TAP: dict[str, tuple[Diagnosis, ...]] = {
 
 
 def diagnose(
-    rows: Iterable[Comparison],
+    rows: Iterable[TapComparison],
     evidence_of: Callable[[str], Evidence],
     other_layer: Callable[[str], int | None],
 ) -> list[Hint]:
@@ -45,7 +45,7 @@ def diagnose(
 
     `evidence_of` a case; `other_layer`: whose weights make a case pass, None where none do.
     """
-    cases: dict[str, list[Comparison]] = {}
+    cases: dict[str, list[TapComparison]] = {}
     for row in rows:
         cases.setdefault(row.case, []).append(row)
     hints: list[Hint] = []
@@ -58,7 +58,7 @@ def diagnose(
     return distinct(hints)
 
 
-def _hints(evidence: Evidence, bad: Comparison) -> list[Hint]:
+def _hints(evidence: Evidence, bad: TapComparison) -> list[Hint]:
     diagnoses = BY_TAP.get(bad.tap, ())
     if bad.tap.startswith("slots.") and not bad.tap.endswith(".product"):
         diagnoses = (grid_hints,)
@@ -68,7 +68,7 @@ def _hints(evidence: Evidence, bad: Comparison) -> list[Hint]:
     return []
 
 
-def _exchanged(case: Case, bad: Comparison, other: int | None) -> list[Hint]:
+def _exchanged(case: ReplayCase, bad: TapComparison, other: int | None) -> list[Hint]:
     if other is None:
         return []
     text = f"layer {bad.layer}'s weights lie in the file of layer {other}"

@@ -15,7 +15,7 @@ import numpy as np
 from graphs.contract.config import ModelConfig
 from graphs.contract.spec import BuildSpec, GraphSpec, TapSpec
 from graphs.contract.tensorfile import Array, TensorFile
-from graphs.parity.compare import Case
+from graphs.parity.compare import ReplayCase
 from graphs.parity.findings import Hint
 from graphs.parity.replay import expected_tap, golden_inputs
 
@@ -37,7 +37,7 @@ class Evidence:
     """A case: what the graph computed, by tap in the reference's layout, and what it read."""
 
     spec: BuildSpec
-    case: Case
+    case: ReplayCase
     graph: GraphSpec
     golden: TensorFile
     found: Mapping[str, Array]
@@ -98,7 +98,7 @@ class Evidence:
         return [make_hint(self.case, tap, candidate.cause, candidate.text, evidence)]
 
 
-def make_hint(case: Case, tap: str, cause: str, text: str, evidence: str) -> Hint:
+def make_hint(case: ReplayCase, tap: str, cause: str, text: str, evidence: str) -> Hint:
     """text and evidence become sentences."""
     sentences = [f"{part[0].upper()}{part[1:]}." for part in (text, evidence)]
     return Hint(case.name, tap, cause, *sentences)

@@ -16,12 +16,12 @@ import numpy as np
 
 from graphs.contract.tensorfile import Array
 from graphs.ops import MASKED
-from graphs.parity.compare import Case
+from graphs.parity.compare import ReplayCase
 from graphs.parity.findings import Hint
 from graphs.parity.hints.evidence import make_hint
 
 
-def mask_hint(case: Case, tap: str, found: Array, expected: Array, cached: int) -> list[Hint]:
+def mask_hint(case: ReplayCase, tap: str, found: Array, expected: Array, cached: int) -> list[Hint]:
     """cached: the L of the masks. Nothing where not just one fault explains every key."""
     visible, wanted = found > MASKED / 2, expected > MASKED / 2
     if (visible == wanted).all():
@@ -67,7 +67,7 @@ def _faulty_masks(lengths_B1: Array, L: int, S: int) -> Iterator[tuple[str, str,
     yield "mask_aligned_to_wrong_corner", text, corner
 
 
-def position_hint(case: Case, found: Array, expected: Array) -> list[Hint]:
+def position_hint(case: ReplayCase, found: Array, expected: Array) -> list[Hint]:
     """found, expected: int [B, S]."""
     difference = np.unique(found.astype(np.int64) - expected)
     evidence = f"positions differ by {difference.tolist()[:4]}"

@@ -17,11 +17,11 @@ import torch
 from onnx import TensorProto
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from export.engine.layers import Form
+from export.engine.layers import LinearForm
 from export.engine.to_onnx import RECIPES, export_graphs
 from export.reference.feedforward import SwiGLU
 from graphs.contract.config import ModelConfig
-from graphs.contract.spec import GRAPHS, SLOTS, BuildSpec, GraphName, Precision, TensorSpec
+from graphs.contract.spec import EXPERT_SLOTS, GRAPHS, BuildSpec, GraphName, Precision, TensorSpec
 from graphs.session import open_session, run
 from tests.support.helpers import tiny_config
 
@@ -119,7 +119,7 @@ def test_weights_are_inputs_and_no_initialiser_is_one(
 ) -> None:
     model = load(builds, precision, graph)
     with FakeTensorMode():
-        module = RECIPES[graph].module(CONFIG, Form.of(precision))
+        module = RECIPES[graph].module(CONFIG, LinearForm.of(precision))
         parameters = {name: tuple(p.shape) for name, p in module.named_parameters()}
     weights = {t.name: t.dims for t in BuildSpec.load(builds[precision]).graphs[graph].weights}
     assert weights == parameters
@@ -171,7 +171,7 @@ def test_inputs_and_outputs_are_the_designs(
 ) -> None:
     act = "float" if precision == "fp32" else "bfloat16"
     new = TensorSpec("new", act, ("batch", "tokens", 72))
-    slots = range(SLOTS)
+    slots = range(EXPERT_SLOTS)
     expected: dict[GraphName, tuple[list[TensorSpec], list[TensorSpec]]] = {
         "dense": (
             block_inputs(precision),
@@ -231,7 +231,7 @@ def test_the_spec_says_what_the_graph_says(
 OPS: dict[GraphName, tuple[dict[str, int], int]] = {
     "dense": ({"RoPE": 2, "LatentAttention": 1}, 5),
     "moe": ({"RoPE": 2, "LatentAttention": 1, "TopKGate": 1}, 5),
-    "experts": ({}, 2 * SLOTS),
+    "experts": ({}, 2 * EXPERT_SLOTS),
     "head": ({}, 0),
 }
 
@@ -283,7 +283,7 @@ def test_an_idle_slot_adds_nothing_whatever_it_computes(builds: dict[Precision, 
     h, acc = torch.randn(M, D), torch.randn(M, D)
     inputs = {"h": h, "acc": acc}
     expected = acc.clone()
-    for slot in range(SLOTS):
+    for slot in range(EXPERT_SLOTS):
         rows, gates = torch.tensor([0]), torch.zeros(1, 1)
         gate_up, down = torch.full((2 * F, D), torch.nan), torch.full((D, F), torch.nan)
         if slot < 2:

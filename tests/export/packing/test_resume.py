@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from export import pack as packing
-from export import packed_file, staging
 from export.checkpoint.block_fp8 import channels_from_wide
 from export.checkpoint.open import Checkpoint
 from export.checkpoint.shards import CheckpointError
 from export.engine.to_onnx import export_graphs
-from export.packing.pack import Plan, pack
+from export.packing import pack as packing
+from export.packing import packed_file, staging
+from export.packing.pack import PackingPlan, pack
 from export.packing.staging import STAGING
 from graphs.__main__ import app
 from graphs.contract.spec import HEAD_FILE, BuildError, BuildSpec, layer_file
@@ -112,7 +112,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
     killed = [sys.executable, "-c", KILLED, str(folder), str(build), str(share)]
     assert subprocess.run(killed, cwd=ROOT, check=False).returncode == -signal.SIGKILL
     assert not (build / HEAD_FILE).exists()
-    plans: list[Plan] = []
+    plans: list[PackingPlan] = []
     pack(Checkpoint.open(folder), build, started=plans.append)
     (plan,) = plans
     done = FILES - len(plan.todo)
@@ -245,7 +245,7 @@ def test_int4_experts_become_fp8_and_the_summary_says_that_they_grow(tmp_path: P
     path = tiny_checkpoint(tmp_path / "checkpoint", quantization_config=INT4)
     checkpoint, build = Checkpoint.open(path), tmp_path / "build"
     export_graphs(checkpoint.raw_config, "fp8", build)
-    plans: list[Plan] = []
+    plans: list[PackingPlan] = []
     pack(checkpoint, build, started=plans.append)
     assert "INT4 experts take twice the bytes as FP8" in plans[0].summary()
     file = TensorFile.open(build / layer_file(1))

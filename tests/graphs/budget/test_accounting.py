@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from export.checkpoint.tensor_names import expected_tensors, is_linear, is_routed, layer_tensors
 from export.engine.blocks import DenseBlock, Experts, Head, MoEBlock
-from export.engine.layers import Form
+from export.engine.layers import LinearForm
 from graphs.__main__ import app
 from graphs.budget.accounting import Account
 from graphs.contract.config import BlockType, ModelConfig, load_raw_config
 from graphs.contract.quantization import FP8Blocks, Int4Groups
-from graphs.contract.spec import PRECISIONS, SLOTS, Precision
+from graphs.contract.spec import EXPERT_SLOTS, PRECISIONS, Precision
 
 K2 = load_raw_config("k2")
 # Sizes that fill no block of 128 × 128: the last block of every matrix is ragged.
@@ -138,12 +138,12 @@ def test_the_model_is_the_tensors_of_its_checkpoint() -> None:
 @CONFIGS
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_packed_bytes_are_those_the_graphs_read(raw: dict[str, Any], precision: Precision) -> None:
-    config, form = ModelConfig.from_dict(raw), Form.of(precision)
+    config, form = ModelConfig.from_dict(raw), LinearForm.of(precision)
     with FakeTensorMode():
         dense, moe, head = (
             weight_bytes(m(config, form).parameters()) for m in (DenseBlock, MoEBlock, Head)
         )
-        expert = weight_bytes(Experts(config, form).parameters()) // SLOTS
+        expert = weight_bytes(Experts(config, form).parameters()) // EXPERT_SLOTS
     account = Account.of(config)
     expected = {"dense": dense, "moe": moe + expert * config.n_routed_experts}
     for kind, components in account.blocks.items():

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from export.engine.to_onnx import export_graphs
 from graphs.__main__ import app
 from graphs.budget.engines import CONSTANTS, Built, built_engines
-from graphs.contract.manifest import MODES, EngineRecord, Manifest
+from graphs.contract.manifest import ENGINE_MODES, EngineRecord, Manifest
 from graphs.contract.spec import GRAPHS, BuildError, BuildSpec
 from graphs.engines.activation_budget import activation_budget
 from graphs.engines.compile import compile_build
@@ -57,7 +57,7 @@ def dense(manifest: Path) -> EngineRecord:
 def test_engines_keep_their_budgets(compiled: Path) -> None:
     figures = built_engines(compiled)
     assert [(f.graph, f.mode) for f in figures] == [
-        (graph, mode) for graph in GRAPHS for mode in (*MODES, None)
+        (graph, mode) for graph in GRAPHS for mode in (*ENGINE_MODES, None)
     ]
     for figure in figures:
         assert figure.found is not None and not figure.too_much, figure
@@ -94,7 +94,7 @@ def test_the_limit_is_the_budget_computed_anew(manifest: Path) -> None:
         Manifest.load(manifest.parent).profile,
     )
     usual = dense(manifest).activation_bytes
-    lenient = {mode: 10**12 for mode in MODES}
+    lenient = {mode: 10**12 for mode in ENGINE_MODES}
     doctor(manifest, activation_bytes=usual | {"decode": budget}, budget_bytes=lenient)
     assert too_much(manifest) == []
     doctor(manifest, activation_bytes=usual | {"decode": budget + 1})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from graphs.contract.config import ModelConfig, load_raw_config
-from graphs.contract.manifest import MODES, EngineRecord, Mode, Profile
+from graphs.contract.manifest import ENGINE_MODES, EngineMode, EngineRecord, Profile
 from graphs.contract.spec import GRAPHS, BuildSpec, GraphName, GraphSpec, Precision, TensorSpec
 from graphs.engines.activation_budget import activation_budget, excesses
 
@@ -63,7 +63,7 @@ def test_engines_that_copy_nothing_are_within_their_budget(row: str) -> None:
     model, precision, profile, *figures = row.split()
     assert precision in ("fp32", "bf16", "fp8")
     spec = spec_of(model, precision)
-    pairs = [(graph, mode) for graph in GRAPHS for mode in MODES]
+    pairs = [(graph, mode) for graph in GRAPHS for mode in ENGINE_MODES]
     for (graph, mode), figure in zip(pairs, figures, strict=True):
         budget = activation_budget(spec, graph, mode, profile_of(profile))
         assert float(figure) * MB <= 0.98 * budget, (graph, mode, budget)
@@ -128,8 +128,8 @@ def k2_with_graphs() -> BuildSpec:
 
 def record(spec: BuildSpec, graph: GraphName, decode: float | None) -> EngineRecord:
     size = None if decode is None else int(decode * MB)
-    activation: dict[Mode, int | None] = {"decode": size, "prefill": None}
-    budget = {mode: activation_budget(spec, graph, mode, Profile()) for mode in MODES}
+    activation: dict[EngineMode, int | None] = {"decode": size, "prefill": None}
+    budget = {mode: activation_budget(spec, graph, mode, Profile()) for mode in ENGINE_MODES}
     return EngineRecord("", "", 0, "", {}, {}, activation, budget, None, {}, 0, 0)
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from export.engine.to_onnx import export_graphs
 from graphs.__main__ import app
 from graphs.contract.config import load_raw_config
-from graphs.contract.manifest import MODES, Manifest, Mode, Profile
+from graphs.contract.manifest import ENGINE_MODES, EngineMode, Manifest, Profile
 from graphs.contract.shapes import CompileError, dimension_ranges, input_bounds
 from graphs.contract.spec import GRAPHS, BuildError, BuildSpec, GraphName
 from graphs.engines.activation_budget import excesses
@@ -29,18 +29,18 @@ TARGET = "sm120"
 FOLDER = "rtx-sm120-b8t128c4096"
 
 ENGINE_BAR, MEMORY_BAR = 12 * MB, 1000 * MB
-ACTIVATION_BARS: dict[Mode, dict[GraphName, int]] = {
+ACTIVATION_BARS: dict[EngineMode, dict[GraphName, int]] = {
     "decode": {"dense": 16 * MB, "moe": 16 * MB, "experts": 12 * MB, "head": 12 * MB},
     "prefill": {"dense": 145 * MB, "moe": 145 * MB, "experts": 24 * MB, "head": 16 * MB},
 }
-BARS_OF_128_HEADS: dict[Mode, dict[GraphName, int]] = {
+BARS_OF_128_HEADS: dict[EngineMode, dict[GraphName, int]] = {
     "decode": ACTIVATION_BARS["decode"] | {"dense": 30 * MB, "moe": 30 * MB},
     "prefill": ACTIVATION_BARS["prefill"] | {"dense": 460 * MB, "moe": 460 * MB},
 }
 
 
 def over_the_bars(
-    manifest: Manifest, activation_bars: dict[Mode, dict[GraphName, int]] = ACTIVATION_BARS
+    manifest: Manifest, activation_bars: dict[EngineMode, dict[GraphName, int]] = ACTIVATION_BARS
 ) -> list[str]:
     found = []
     for graph, engine in manifest.engines.items():
@@ -48,7 +48,7 @@ def over_the_bars(
             found.append(f"{graph}: engine of {engine.bytes:,} bytes")
         if engine.peak_resident_bytes >= MEMORY_BAR:
             found.append(f"{graph}: {engine.peak_resident_bytes:,} bytes resident")
-        for mode in MODES:
+        for mode in ENGINE_MODES:
             size = engine.activation_bytes[mode]
             if size is None or size > activation_bars[mode][graph]:
                 found.append(f"{graph}: {mode} activation of {size} bytes")
@@ -93,7 +93,7 @@ def test_full_size_engines_keep_the_budget(exported: Path, engines: Manifest) ->
     """With less to spare in a decode step than the least FP8 matrix of a block takes."""
     least = 7168 * 2112
     for engine in engines.engines.values():
-        for mode in MODES:
+        for mode in ENGINE_MODES:
             activation = engine.activation_bytes[mode]
             assert activation is not None and activation <= engine.budget_bytes[mode]
         activation = engine.activation_bytes["decode"]
@@ -313,8 +313,8 @@ def test_profiles(exported: Path) -> None:
     assert input_bounds(spec.graphs["head"], "decode", profile)["hidden"][2] == (4, 7168)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_no_profile_is_fixed_at_one_row(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", ENGINE_MODES)
+def test_no_profile_is_fixed_at_one_row(mode: EngineMode) -> None:
     ranges = dimension_ranges(mode, Profile(batch=1, tokens=2, context=1))
     assert ranges["batch"][2] * ranges["tokens"][2] == 2
     assert ranges["rows"] == (1, 2, 2)

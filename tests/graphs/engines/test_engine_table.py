@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from graphs.contract.manifest import Compiler, EngineRecord, Manifest, Mode, Profile
+from graphs.contract.manifest import Compiler, EngineMode, EngineRecord, Manifest, Profile
 from graphs.contract.spec import GraphName
 from graphs.engines.table import engine_table
 
 
 def record(size: int, decode: int, prefill: int | None = 20_000_000) -> EngineRecord:
-    activation: dict[Mode, int | None] = {"decode": decode, "prefill": prefill}
+    activation: dict[EngineMode, int | None] = {"decode": decode, "prefill": prefill}
     return EngineRecord("f", "", size, "", {}, {}, activation, {}, None, {}, size / 1e6, size * 10)
 
 

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, parser
 from typer.testing import CliRunner
 
 from graphs.__main__ import app
-from graphs.contract.manifest import MODES, Profile
+from graphs.contract.manifest import ENGINE_MODES, Profile
 from graphs.contract.shapes import input_bounds
 from graphs.contract.spec import GRAPHS, PRECISIONS, BuildError, BuildSpec, GraphName, Precision
 from graphs.engines.lint import RULES, lint_build, lint_graph, lint_model
@@ -52,7 +52,7 @@ def findings(build: Path, name: GraphName, surgery: Surgery) -> list[Finding]:
     model = exported(build, name)
     surgery(model)
     spec = BuildSpec.load(build).graphs[name]
-    bounds = {mode: input_bounds(spec, mode, Profile()) for mode in MODES}
+    bounds = {mode: input_bounds(spec, mode, Profile()) for mode in ENGINE_MODES}
     return lint_graph(LintGraph.of(name, model, bounds))
 
 
@@ -365,7 +365,7 @@ def test_heads_inside_a_batch(nano: Build, weight: str, change: tuple[str, str])
 def test_a_profile_of_one_row(nano: Build, precision: Precision, name: GraphName) -> None:
     build = nano(precision)
     spec = BuildSpec.load(build).graphs[name]
-    bounds = {mode: input_bounds(spec, mode, Profile()) for mode in MODES}
+    bounds = {mode: input_bounds(spec, mode, Profile()) for mode in ENGINE_MODES}
     sizes = {"batch": 1, "tokens": 1, "rows": 1, "context": 9}
     sizes |= {f"rows_{slot}": 1 for slot in range(8)}
     one = {t.name: (t.shape(sizes),) * 3 for t in spec.inputs if t.name in bounds["decode"]}

@@ -4,10 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from graphs.parity.compare import Case
+from graphs.parity.compare import ReplayCase
 from graphs.parity.fp8_stats import activation_stats, weight_stats
 
-CASE = Case("dense_000_prefill", "dense", 0, "prefill")
+CASE = ReplayCase("dense_000_prefill", "dense", 0, "prefill")
 
 
 def test_a_row_of_zeros_has_the_least_scale_and_loses_nothing() -> None:
@@ -44,4 +44,6 @@ def test_a_weights_rows_are_its_output_channels() -> None:
 
 def test_stats_are_of_a_layer() -> None:
     with pytest.raises(AssertionError):
-        activation_stats(Case("head", "head", None, None), "lm_head", np.ones((1, 1), np.float32))
+        activation_stats(
+            ReplayCase("head", "head", None, None), "lm_head", np.ones((1, 1), np.float32)
+        )

@@ -29,7 +29,7 @@ from graphs.contract.config import ModelConfig, load_config
 from graphs.contract.spec import ROPE_FILE, BuildSpec, GraphName, Precision, layer_file
 from graphs.contract.tensorfile import Array, TensorFile, write_arrays
 from graphs.ops import MASKED
-from graphs.parity.compare import Case
+from graphs.parity.compare import ReplayCase
 from graphs.parity.findings import Fragment, first_bad
 from graphs.parity.graphs import graph_parity
 from graphs.parity.hints.masks import mask_hint, position_hint
@@ -547,7 +547,7 @@ def test_the_runtimes_own_positions(
     assert len(fragment.hints) == 1  # though every case shows it
 
 
-CASE = Case("case", "dense", 0, "chunk")
+CASE = ReplayCase("case", "dense", 0, "chunk")
 
 
 def right_mask(lengths: list[int], S: int, L: int) -> Array:

@@ -14,19 +14,19 @@ from graphs.parity.compare import (
     FP32_OUTPUT,
     FP32_ROWS,
     RMS,
-    Case,
-    Limit,
-    Subject,
+    ComparedTensor,
+    ErrorLimit,
+    ReplayCase,
     compare,
     limit_for,
 )
-from graphs.parity.findings import Comparison, first_bad
+from graphs.parity.findings import TapComparison, first_bad
 from graphs.parity.graphs import graph_parity
 from runtime.load import load_chain
 from runtime.parity import compare_tokens, runtime_parity
 from tests.support.builds import Build
 
-CASE = Case("case", "dense", 0, "prefill")
+CASE = ReplayCase("case", "dense", 0, "prefill")
 ATTENTION = {"x_attn", "c_q", "c_kv", "k_pe", "c_q_normed", "q_nope", "q_pe", "q_pe_rotated", "new"}
 ATTENTION |= {"scores", "probabilities", "mix", "delta_attn", "x_mid", "h"}
 DENSE = ATTENTION | {"gate", "up", "product", "delta_mlp", "y"}
@@ -35,11 +35,11 @@ MOE |= {"shared_gate", "shared_up", "shared_product", "shared"}
 EXPERTS = {f"slots.{s}.{t}" for s in range(8) for t in ("gate", "up", "product", "output")}
 
 
-def subject(tap: str) -> Subject:
-    return Subject(CASE, tap, tap, 0, "output")
+def subject(tap: str) -> ComparedTensor:
+    return ComparedTensor(CASE, tap, tap, 0, "output")
 
 
-def found(expected: Array, actual: Array, tap: str, precision: Precision) -> Comparison:
+def found(expected: Array, actual: Array, tap: str, precision: Precision) -> TapComparison:
     return compare(subject(tap), actual, expected, limit_for(precision, tap))
 
 
@@ -181,8 +181,8 @@ def test_a_differing_token_passes_only_where_its_logit_hardly_led(nano: Build) -
     golden = TensorFile.open(nano("fp32") / "golden" / "end_to_end.safetensors")
     tokens = golden["tokens"].tolist()
 
-    def row(limit: float) -> Comparison:
-        return compare_tokens(subject("tokens"), tokens, golden, Limit("max", limit))
+    def row(limit: float) -> TapComparison:
+        return compare_tokens(subject("tokens"), tokens, golden, ErrorLimit("max", limit))
 
     assert row(0.0).passed
     tokens[5] += 1

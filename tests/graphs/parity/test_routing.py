@@ -14,22 +14,25 @@ from export.synthetic.write_checkpoint import write_checkpoint
 from graphs.contract.config import ModelConfig
 from graphs.contract.spec import BuildSpec, layer_file
 from graphs.contract.tensorfile import Array, TensorFile, write_arrays
-from graphs.parity.compare import TIE_MARGIN, Case
-from graphs.parity.findings import Routing, Tie
+from graphs.parity.compare import TIE_MARGIN, ReplayCase
+from graphs.parity.findings import RoutingRecord, Tie
 from graphs.parity.graphs import graph_parity
-from graphs.parity.routing import Groups, bound_effect, compare_routing, lead, tie_limits
+from graphs.parity.routing import ExpertGroups, bound_effect, compare_routing, lead, tie_limits
 from runtime.load import load_chain
 from runtime.parity import runtime_parity
 from tests.support.builds import Build
 from tests.support.helpers import random_state, tiny_config
 
-CASE = Case("case", "moe", 1, "prefill")
-ONE = Groups(1, 1, "max")
+CASE = ReplayCase("case", "moe", 1, "prefill")
+ONE = ExpertGroups(1, 1, "max")
 
 
 def routing(
-    found: tuple[Array, Array], expected: tuple[Array, Array], scores: Array, groups: Groups = ONE
-) -> Routing:
+    found: tuple[Array, Array],
+    expected: tuple[Array, Array],
+    scores: Array,
+    groups: ExpertGroups = ONE,
+) -> RoutingRecord:
     limits = np.full(len(scores), TIE_MARGIN["fp32"])
     return compare_routing(CASE, found, expected, scores, groups, limits)
 
@@ -58,7 +61,7 @@ def test_experts_of_a_group_that_was_barred_are_not_a_tie() -> None:
     def error(found: list[int], second: float) -> float:
         scores = np.array([[0.9, 0.2, 0.1, 0.6, second, 0.0]], np.float32)
         (tie,) = routing(
-            (np.array([found]), weights), expected, scores, Groups(2, 1, "top2_sum")
+            (np.array([found]), weights), expected, scores, ExpertGroups(2, 1, "top2_sum")
         ).ties
         assert tie.passed == (tie.margin <= 1e-5)
         return tie.margin
@@ -75,9 +78,11 @@ def test_a_margin_is_the_lead_of_the_last_chosen_or_of_the_last_group() -> None:
     assert lead(scores, ONE, 2) == pytest.approx(0.05)
     assert lead(scores, ONE, 1) == pytest.approx(0.4)
     assert lead(scores, ONE, 4) == np.inf
-    assert lead(scores, Groups(2, 1, "top2_sum"), 1) == pytest.approx(0.4)  # 0.9 before 0.5
+    assert lead(scores, ExpertGroups(2, 1, "top2_sum"), 1) == pytest.approx(0.4)  # 0.9 before 0.5
     grouped = np.array([0.9, 0.1, 0.6, 0.38])
-    assert lead(grouped, Groups(2, 1, "top2_sum"), 1) == pytest.approx(0.02)  # 1.0 before 0.98
+    assert lead(grouped, ExpertGroups(2, 1, "top2_sum"), 1) == pytest.approx(
+        0.02
+    )  # 1.0 before 0.98
 
 
 @pytest.mark.parametrize("scoring, scale", [("sigmoid", 1.0), ("softmax", 0.25)])

@@ -16,19 +16,19 @@ import pytest
 
 from graphs.contract.spec import GRAPHS, BuildError, BuildSpec, GraphSpec, Precision, config_hash
 from graphs.parity.findings import (
-    Comparison,
     FP8Stats,
     Fragment,
     Hint,
     RangeWarning,
-    Routing,
+    RoutingRecord,
     Source,
+    TapComparison,
     Tie,
     first_bad,
     fragment_path,
 )
 from graphs.report.error_plots import position_figures, tap_figures
-from graphs.report.merge import BuildReport, merge
+from graphs.report.merge import BuildFindings, merge
 from graphs.report.page import page, save_page
 from graphs.report.svg import Axis, Point, Series, log_chart
 from graphs.report.terminal import failures
@@ -38,7 +38,7 @@ from tests.support.helpers import tiny_config
 ROOT = Path(__file__).parents[3]
 
 
-def row(tap: str = "y", order: int = 0, error: float = 1e-4, **changes: Any) -> Comparison:
+def row(tap: str = "y", order: int = 0, error: float = 1e-4, **changes: Any) -> TapComparison:
     """A comparison of layer 1's prefill, held to a relative RMS of 2e-3."""
     values: dict[str, Any] = {
         "case": "moe_001_prefill",
@@ -58,10 +58,10 @@ def row(tap: str = "y", order: int = 0, error: float = 1e-4, **changes: Any) -> 
         "worst": [0, 17, 3],
         "positions": [error, 2 * error, error / 2],
     }
-    return Comparison(**values | changes)
+    return TapComparison(**values | changes)
 
 
-def rows(fault: int | None = None, **changes: Any) -> list[Comparison]:
+def rows(fault: int | None = None, **changes: Any) -> list[TapComparison]:
     """Seven taps of a case; from the place of the fault on they are off."""
     taps = ("x_attn", "c_q", "c_q_normed", "scores", "mix", "experts", "y")
     kinds = ("input", *["tap"] * 4, "output", "output")
@@ -71,11 +71,11 @@ def rows(fault: int | None = None, **changes: Any) -> list[Comparison]:
     ]
 
 
-def routing(margin: float, **changes: Any) -> Routing:
+def routing(margin: float, **changes: Any) -> RoutingRecord:
     """Three tokens of which the second chose expert 3 instead of 2."""
     values = {"token": 1, "expected": [1, 2], "found": [1, 3], "margin": margin, "limit": 2e-3}
     tie = Tie(**values | {"bound": 0.0123, "effect": 0.0045, "passed": margin <= 2e-3} | changes)
-    return Routing("moe_001_prefill", 1, 3, [0.5, margin, 0.02], [True, False, True], [tie])
+    return RoutingRecord("moe_001_prefill", 1, 3, [0.5, margin, 0.02], [True, False, True], [tie])
 
 
 FP8 = FP8Stats(
@@ -94,13 +94,13 @@ def build_at(path: Path, precision: Precision = "fp8", **changes: Any) -> Path:
     return path
 
 
-def fragment(build: Path, source: Source, found: list[Comparison], **more: Any) -> Fragment:
+def fragment(build: Path, source: Source, found: list[TapComparison], **more: Any) -> Fragment:
     spec = BuildSpec.load(build)
     values = {"precision": spec.precision, "config_sha256": spec.config_sha256, "source": source}
     return Fragment(**{"model": build.parent.name, "rows": found} | values | more)
 
 
-def reported(build: Path, found: list[Comparison], **more: Any) -> Path:
+def reported(build: Path, found: list[TapComparison], **more: Any) -> Path:
     """The build with both fragments: `found` of the graphs, and a chain that is well."""
     fragment(build, "graphs", found, **more).save(build)
     chain = row("logits", case="end_to_end", graph="chain", layer=None, mode=None, kind="output")
@@ -346,7 +346,7 @@ def test_text_from_a_fragment_stays_text(tmp_path: Path) -> None:
         model=evil,
         hints=[Hint(evil, evil, evil, evil, evil)],
         ranges=[RangeWarning(evil, evil, evil, evil)],
-        routing=[Routing(evil, 1, 1, [0.1], [True], [])],
+        routing=[RoutingRecord(evil, 1, 1, [0.1], [True], [])],
         fp8=[FP8Stats(evil, 1, evil, "weight", [(0, 1)], 1, 1, 0, 1, 0)],
         not_run=[evil],
     )
@@ -387,7 +387,7 @@ def test_one_layer_one_case_and_no_error_at_all_are_drawn_too() -> None:
 def test_a_tap_that_fails_in_one_layer_is_marked_whatever_its_error(build: Path) -> None:
     """A key that only one of both masks fails, and need not have an error."""
     masked = row("scores", layer=2, error=1e-9, passed=False, remark="1 key masked by one only")
-    report = BuildReport("fp8", (fragment(build, "graphs", [*rows(), masked]),))
+    report = BuildFindings("fp8", (fragment(build, "graphs", [*rows(), masked]),))
     (figure,) = tap_figures(report)
     assert [kind for *_, kind in circles(figure) if "bad" in kind] == ["dot s0 bad"]
     assert figure.count("FAILED") == 1 and "limit 0.002 FAILED" in figure
@@ -395,7 +395,7 @@ def test_a_tap_that_fails_in_one_layer_is_marked_whatever_its_error(build: Path)
 
 def test_positions_are_drawn_of_the_first_bad_tap_and_the_worst_only(build: Path) -> None:
     many = [row(f"tap{i}", i, 1e-5 * (i + 1)) for i in range(40)] + rows(fault=3)
-    report = BuildReport("fp8", (fragment(build, "graphs", many),))
+    report = BuildFindings("fp8", (fragment(build, "graphs", many),))
     (figure,) = position_figures(report)
     legend = re.findall(r"</i>([^,<]*), moe_001_prefill<", figure)
     assert legend[0] == "scores" and len(legend) == 5 and {"experts", "y"} <= set(legend)

@@ -12,10 +12,9 @@ from runtime.devices.base import DeviceError
 from runtime.devices.weights import Weights
 from runtime.serving.scheduler import Scheduler
 from runtime.step.chain import Chain
-from tests.runtime.backends.test_tensorrt_backend import Opened
-from tests.runtime.serving.test_scheduler import run_alone
-from tests.runtime.step.test_faults import REQUESTS, run
 from tests.support.builds import Build, OpenBackend
+from tests.support.doubles.opened import Opened
+from tests.support.requests import REQUESTS, run, run_alone
 
 PROFILE = Profile(batch=4, tokens=64, context=128)
 

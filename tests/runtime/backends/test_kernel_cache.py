@@ -11,9 +11,9 @@ from graphs.contract.spec import GRAPHS, BuildError
 from runtime.backends.engine import RtxOptions
 from runtime.backends.kernel_cache import cache_path
 from runtime.devices.base import DeviceError
-from tests.runtime.backends.test_tensorrt_backend import Opened, run_graph
 from tests.support.builds import Build
 from tests.support.doubles.cuda import DriverDouble
+from tests.support.doubles.opened import Opened, run_graph
 from tests.support.doubles.tensorrt import (
     CudaGraphStrategy,
     DynamicShapesKernelSpecializationStrategy,

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphs.contract.manifest import Compiler, Profile
+from graphs.contract.manifest import Compiler
 from graphs.contract.spec import BuildSpec, GraphName
 from graphs.contract.tensorfile import DTYPES, Array
-from runtime.backends import Backend, BackendError, Slot
+from runtime.backends import Backend, BackendError, ExpertSlot
 from runtime.backends.tensorrt import TensorRTBackend
 from runtime.devices.base import DeviceError, no_progress
 from runtime.devices.cuda import MOVED_AT_ONCE, CudaDevice
@@ -25,6 +25,7 @@ from runtime.step.chain import Chain
 from tests.support.builds import Build, OpenBackend
 from tests.support.doubles import tensorrt as tensorrt_double
 from tests.support.doubles.cuda import DriverDouble
+from tests.support.doubles.opened import FP32, PROFILE, Opened, run_graph
 from tests.support.doubles.tensorrt import (
     EngineDouble,
     TensorRTDouble,
@@ -32,73 +33,25 @@ from tests.support.doubles.tensorrt import (
     write_double_engines,
 )
 
-PROFILE = Profile(batch=4, tokens=16, context=256)
-FP32 = np.dtype(np.float32)
-
-
-class Opened:
-    """A loaded backend on a double of its own, and the build it is of."""
-
-    def __init__(
-        self, build: Path, folder: Path, profile: Profile = PROFILE, **options: Any
-    ) -> None:
-        self.build, self.spec = build, BuildSpec.load(build)
-        self.weights = Weights.open(build, self.spec)
-        self.backend, self.double = open_double(build, self.spec, profile, folder, **options)
-        self.backend.load_weights(self.weights, no_progress)
-
-    def counted(self, work: Callable[[], object]) -> dict[str, int]:
-        """How often each method of a context was called meanwhile."""
-        self.double.calls.clear()
-        work()
-        return dict(self.double.calls)
-
 
 @pytest.fixture
 def opened(nano: Build, tmp_path: Path) -> Opened:
     return Opened(nano("fp32"), tmp_path)
 
 
-def run_graph(
-    backend: Backend, graph: GraphName, B: int, S: int, L: int, layer: int = 1
-) -> dict[str, Array]:
-    """Outputs of one run on random inputs, the same for all backends."""
-    spec, device, rng = backend.spec.graphs[graph], backend.device, np.random.default_rng(B + S + L)
-    sizes = {"batch": B, "tokens": S, "context": L, "rows": B * S}
-    dtypes = {t.name: DTYPES[t.dtype][1] for t in (*spec.inputs, *spec.outputs)}
-    inputs = {}
-    for tensor in spec.inputs:
-        if tensor.kind == "activation" and "slot" not in str(tensor.dims):
-            shape = tensor.shape(sizes)
-            values = (
-                rng.normal(size=shape)
-                if tensor.name != "positions"
-                else rng.integers(9, size=shape)
-            )
-            inputs[tensor.name] = device.zeros(shape, dtypes[tensor.name])
-            device.write(inputs[tensor.name], values.astype(dtypes[tensor.name]))
-    outputs = {t.name: device.zeros(t.shape(sizes), dtypes[t.name]) for t in spec.outputs}
-    if graph == "head":
-        backend.head(inputs["hidden"], outputs["logits"])
-    else:
-        assert graph in ("dense", "moe")
-        backend.block(graph, layer if graph == "moe" else 0, inputs, outputs)
-    return {name: device.read(buffer) for name, buffer in outputs.items()}
-
-
-def slots(M: int, experts: list[int]) -> list[list[Slot]]:
+def slots(M: int, experts: list[int]) -> list[list[ExpertSlot]]:
     """Groups of 8; each expert has other rows, as many as are left behind its number."""
     rng = np.random.default_rng(M)
     used = []
     for expert in experts:
         rows = np.arange(expert % M, M)
-        used.append(Slot(expert, rows, rng.normal(size=(len(rows), 1)).astype(np.float32)))
-    idle = Slot(experts[0], np.zeros(1, np.int64), np.zeros((1, 1), np.float32))
+        used.append(ExpertSlot(expert, rows, rng.normal(size=(len(rows), 1)).astype(np.float32)))
+    idle = ExpertSlot(experts[0], np.zeros(1, np.int64), np.zeros((1, 1), np.float32))
     used += [idle] * (-len(used) % 8)
     return [used[i : i + 8] for i in range(0, len(used), 8)]
 
 
-def run_experts(backend: Backend, M: int, groups: list[list[Slot]], layer: int = 2) -> Array:
+def run_experts(backend: Backend, M: int, groups: list[list[ExpertSlot]], layer: int = 2) -> Array:
     device, rng = backend.device, np.random.default_rng(M)
     D = backend.spec.config.hidden_size
     activation = DTYPES[backend.spec.cache_dtype][1]
@@ -225,7 +178,7 @@ def test_all_rows_that_a_step_can_choose_have_room(opened: Opened) -> None:
     K, E = config.num_experts_per_tok, config.n_routed_experts
     rows = [np.arange(16)] * K + [np.zeros(1, np.int64)] * (E - K)
     gates = [np.ones((len(r), 1), np.float32) for r in rows]
-    group = [Slot(e, r, g) for e, (r, g) in enumerate(zip(rows, gates, strict=True))]
+    group = [ExpertSlot(e, r, g) for e, (r, g) in enumerate(zip(rows, gates, strict=True))]
     run_experts(opened.backend, 16, [group])
     assert opened.double.driver.allocations - allocations == 3  # h and the sums: the test's own
     assert opened.backend.scratch_bytes - opened.backend._engine_bytes < 2**13

@@ -18,10 +18,10 @@ from graphs.contract.manifest import Profile
 from graphs.contract.spec import BuildSpec
 from runtime.benchmark import clocks
 from runtime.benchmark.bench import IN_A_ROW, BenchError, bench
-from runtime.benchmark.cases import Case, choose_cases, filled, usual_batches, usual_lengths
+from runtime.benchmark.cases import BenchCase, choose_cases, filled, usual_batches, usual_lengths
 from runtime.benchmark.clocks import WARM_UP, measure
 from runtime.benchmark.engines import engine_runs
-from runtime.benchmark.measurements import Report
+from runtime.benchmark.measurements import BenchReport
 from runtime.benchmark.roofline import Roofline, recognise
 from runtime.benchmark.table import notes, number
 from runtime.devices.base import DeviceError, HostDevice, no_progress
@@ -33,7 +33,7 @@ from tests.support.doubles.cuda import DriverDouble, GpuLostError
 from tests.support.doubles.tensorrt import TensorRTDouble, open_double, write_double_engines
 
 PROFILE = Profile(batch=2, tokens=8, context=256)
-STEPS = [Case(1, 1, 100), Case(2, 1, 100), Case(1, 8, 0), Case(1, 8, 100)]
+STEPS = [BenchCase(1, 1, 100), BenchCase(2, 1, 100), BenchCase(1, 8, 0), BenchCase(1, 8, 100)]
 ROUNDS = 2
 
 
@@ -59,7 +59,7 @@ def doubled(nano: Build, tmp_path: Path) -> tuple[Chain, TensorRTDouble]:
     return on_double(nano("fp32"), tmp_path)
 
 
-def names(report: Report) -> dict[tuple[str, str], list[dict[str, int]]]:
+def names(report: BenchReport) -> dict[tuple[str, str], list[dict[str, int]]]:
     """The sizes that were measured, by what and clock."""
     found: dict[tuple[str, str], list[dict[str, int]]] = {}
     for one in report.measurements:
@@ -168,7 +168,11 @@ def test_every_step_of_a_case_begins_on_the_same_rows(
 def test_inputs_are_bound_as_in_a_step(doubled: tuple[Chain, TensorRTDouble]) -> None:
     """In the cache's own rows, of a common stride where there are several sequences."""
     chain, double = doubled
-    for case, length in (Case(1, 1, 100), 100), (Case(2, 1, 100), 128), (Case(1, 8, 0), 0):
+    for case, length in (
+        (BenchCase(1, 1, 100), 100),
+        (BenchCase(2, 1, 100), 128),
+        (BenchCase(1, 8, 0), 0),
+    ):
         mode = 0 if case.tokens == 1 else 1
         with filled(chain, case):
             context = next(
@@ -194,14 +198,14 @@ def test_the_cache_is_filled_for_a_case_and_empty_after_it(
         spec = BuildSpec.load(nano("fp32"))
         weights = Weights.open(nano("fp32"), spec)
         chain = Chain(spec, weights, onnxruntime_backend("fp32", PROFILE), PROFILE, 512)
-    with pytest.raises(RuntimeError, match="planted"), filled(chain, Case(2, 1, 100)):
+    with pytest.raises(RuntimeError, match="planted"), filled(chain, BenchCase(2, 1, 100)):
         assert chain.cache.lengths == [100, 100] and chain.cache.stride == 128
         chain.cache.check()
         one, other = (chain.device.read(chain.cache.context(3, slot, 1))[0] for slot in range(2))
         assert (one == other).all() and 0.9 < one.std() < 1.1
         raise RuntimeError("planted")
     assert chain.cache.handles == []
-    with filled(chain, Case(1, 8, 0)):
+    with filled(chain, BenchCase(1, 8, 0)):
         assert chain.cache.lengths == [0]
 
 
@@ -211,8 +215,8 @@ def test_cases_beyond_a_limit_are_left_out_with_the_reason(
     chain, _ = doubled
     cases, left_out = choose_cases(chain, [1, 2, 3], [100, 255, 256])
     assert cases == [
-        *(Case(1, 1, 100), Case(1, 1, 255), Case(2, 1, 100), Case(2, 1, 255)),
-        *(Case(1, 8, 0), Case(1, 8, 100)),
+        *(BenchCase(1, 1, 100), BenchCase(1, 1, 255), BenchCase(2, 1, 100), BenchCase(2, 1, 255)),
+        *(BenchCase(1, 8, 0), BenchCase(1, 8, 100)),
     ]
     expected = {
         "1 × 1 on 256 cached rows": "context: 257 asked for, the limit is 256",
@@ -227,7 +231,7 @@ def test_cases_beyond_a_limit_are_left_out_with_the_reason(
 def test_too_small_a_cache_is_said_with_its_rows(nano: Build, tmp_path: Path) -> None:
     chain, _ = on_double(nano("fp32"), tmp_path, cache=192)
     cases, left_out = choose_cases(chain, [1, 2], [100])
-    assert Case(2, 1, 100) not in cases and len(left_out) == 1
+    assert BenchCase(2, 1, 100) not in cases and len(left_out) == 1
     assert left_out[0].startswith("2 × 1 on 100 cached rows: ") and "192" in left_out[0]
     report = bench(chain, "T", [2], [100], 1)
     assert report.computed["left_out"] == left_out
@@ -240,7 +244,7 @@ def test_a_stride_beyond_the_profile_is_left_out(nano: Build, onnxruntime_backen
     weights = Weights.open(nano("fp32"), spec)
     chain = Chain(spec, weights, onnxruntime_backend("fp32", profile), profile, 1024)
     cases, left_out = choose_cases(chain, [1, 2], [200])
-    assert cases == [Case(1, 1, 200), Case(1, 8, 0), Case(1, 8, 200)]
+    assert cases == [BenchCase(1, 1, 200), BenchCase(1, 8, 0), BenchCase(1, 8, 200)]
     assert left_out[0].startswith("2 × 1 on 200 cached rows: context: 256 asked for")
 
 

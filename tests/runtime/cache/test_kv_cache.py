@@ -10,7 +10,7 @@ import pytest
 
 from runtime.cache.errors import CacheError, CacheFullError, NonFiniteError, StaleHandleError
 from runtime.cache.kv_cache import LatentCache
-from runtime.cache.slots import Slots
+from runtime.cache.slots import CacheSlots
 from runtime.cache.strides import largest_stride, least_stride, stride_for
 from runtime.devices.base import Device
 from tests.support.cache_rows import (
@@ -322,7 +322,7 @@ def test_bytes_per_token_of_k2(device: Device) -> None:
 
 def test_the_longest_prefix_is_found_in_no_time() -> None:
     """Of 100,000 tokens among 32 sequences; in plain Python it would take seconds."""
-    slots, text = Slots(64 * 2**17), array("q", range(100_000))
+    slots, text = CacheSlots(64 * 2**17), array("q", range(100_000))
     for last in range(32):
         slots.allocate(array("q"))
         slots.active[-1].tokens.extend(text[: 60_000 + last])

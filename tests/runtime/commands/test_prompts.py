@@ -12,7 +12,13 @@ from graphs.contract.config import ModelConfig
 from graphs.contract.manifest import Profile
 from runtime.commands import prompts
 from runtime.commands.jobs import Job, make_jobs
-from runtime.commands.prompts import Asked, given_file, given_ids, given_messages, given_texts
+from runtime.commands.prompts import (
+    PromptRequest,
+    given_file,
+    given_ids,
+    given_messages,
+    given_texts,
+)
 from runtime.serving.encoder import Encoder, GenerationOptions
 from runtime.serving.sampling import SamplingParams
 from runtime.tokenizers.base import PromptError
@@ -40,7 +46,7 @@ def written(folder: Path, *lines: str | bytes) -> Path:
     return path
 
 
-def jobs(build: Path, asked: list[Asked], profile: Profile | None = None) -> list[Job]:
+def jobs(build: Path, asked: list[PromptRequest], profile: Profile | None = None) -> list[Job]:
     return make_jobs(asked, Encoder(build, CONFIG), COMMON, CONFIG, profile)
 
 
@@ -171,7 +177,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_refused_prompt_of_the_command_line(
-    tmp_path: Path, asked: Callable[[], list[Asked]], expected: str
+    tmp_path: Path, asked: Callable[[], list[PromptRequest]], expected: str
 ) -> None:
     with pytest.raises(PromptError, match=expected):
         jobs(tmp_path, asked())

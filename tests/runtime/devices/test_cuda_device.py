@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphs.contract.tensorfile import ALIGNMENT, DTYPES, Array
-from runtime import cuda
+from runtime.devices import cuda
 from runtime.devices.base import Buffer, DeviceError, HostDevice, no_progress
 from runtime.devices.cuda import CudaDevice
 from tests.support.doubles.cuda import DriverDouble

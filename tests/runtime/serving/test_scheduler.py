@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,47 +12,15 @@ from graphs.contract.tensorfile import Array
 from runtime.cache.errors import CacheFullError
 from runtime.serving.request import Completion, Request, RequestError, Update
 from runtime.serving.running import CallbackError
-from runtime.serving.sampling import Sampler, SamplingParams
+from runtime.serving.sampling import SamplingParams
 from runtime.serving.scheduler import Scheduler, largest_chunk
-from runtime.step.chain import Chain, StepError
-from runtime.step.prefill import prefill
+from runtime.step.chain import StepError
 from runtime.tokenizers.base import byte_tokenizer
 from tests.support.builds import OpenChain
+from tests.support.requests import TEXT, Alone, prompt, run_alone
 from tests.support.sampling_margin import margin
 
-TEXT = (
-    b"In the beginning God created the heaven and the earth. And the earth was without form, and "
-    b"void; and darkness was upon the face of the deep. And the Spirit of God moved upon the face "
-    b"of the waters. And God said, Let there be light: and there was light."
-)
 CLOSE = 1e-4  # of logits, and of what decides between two tokens
-
-
-def prompt(start: int, length: int) -> tuple[int, ...]:
-    return 256, *(TEXT + TEXT)[start : start + length - 1]
-
-
-@dataclass
-class Alone:
-    """What a request gives when it is all that the chain runs: no scheduler, no other sequence."""
-
-    tokens: list[int] = field(default_factory=list)
-    logits: list[Array] = field(default_factory=list)
-
-
-def run_alone(chain: Chain, request: Request) -> Alone:
-    alone, handle = Alone(), chain.cache.allocate()
-    sampler = Sampler(request.sampling, request.prompt)
-    *_, last = prefill(chain, handle, request.prompt, chain.profile.tokens)
-    while True:
-        alone.logits.append(last[-1])
-        alone.tokens.append(sampler(last[-1]))
-        ended = alone.tokens[-1] in request.stop_ids
-        if ended or len(alone.tokens) == request.max_new_tokens:
-            break
-        last = chain.step([alone.tokens[-1:]], chain.cache.slot(handle))[0]
-    chain.cache.free(handle)
-    return alone
 
 
 class Recording(Scheduler):

@@ -8,28 +8,18 @@ import numpy as np
 import pytest
 
 from graphs.contract.spec import BuildError, BuildSpec, layer_file
-from runtime import weights as weights_module
 from runtime.backends import BackendError
 from runtime.cache.errors import NonFiniteError
+from runtime.devices import weights as weights_module
 from runtime.devices.weights import Weights
-from runtime.serving.request import Completion, Request
+from runtime.serving.request import Request
 from runtime.serving.scheduler import Scheduler
 from runtime.step.chain import Chain, LogitsError
-from tests.runtime.serving.test_scheduler import prompt, run_alone
 from tests.support.builds import Build, OpenChain
+from tests.support.requests import REQUESTS, prompt, run, run_alone
 from tests.support.tampering import Block, restore, tamper
 
-REQUESTS = [Request(prompt(start, 20 + start), 8) for start in (0, 10, 25)]  # prompts of 20, 30, 45
 LAYER = 2  # in the middle of the chain
-
-
-def run(chain: Chain, requests: list[Request]) -> list[Completion]:
-    scheduler = Scheduler(chain)
-    tickets = [scheduler.submit(request) for request in requests]
-    results = scheduler.run()
-    chain.cache.check()
-    assert chain.cache.handles == []
-    return [results[ticket] for ticket in tickets]
 
 
 def expect_contained(chain: Chain, error: type[Exception], what: str) -> None:

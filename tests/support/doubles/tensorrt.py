@@ -34,7 +34,7 @@ import onnx
 import pytest
 
 import runtime.backends.tensorrt
-from graphs.contract.manifest import MODES, Compiler, EngineRecord, Manifest, Profile
+from graphs.contract.manifest import ENGINE_MODES, Compiler, EngineRecord, Manifest, Profile
 from graphs.contract.shapes import input_bounds
 from graphs.contract.spec import GRAPHS, BuildSpec
 from graphs.engines.tensorrt import MODULES
@@ -280,14 +280,14 @@ def write_double_engines(
     """The folder of a build's engines for the double: in the build, or where it is told."""
     records, contents = {}, {}
     for graph in GRAPHS:
-        shapes = {mode: input_bounds(spec.graphs[graph], mode, profile) for mode in MODES}
+        shapes = {mode: input_bounds(spec.graphs[graph], mode, profile) for mode in ENGINE_MODES}
         header = {
             "graph": graph,
             "precision": spec.precision,
             "compiler": compiler,
             "version": version,
             "sm": sm,
-            "profiles": [shapes[mode] for mode in MODES],
+            "profiles": [shapes[mode] for mode in ENGINE_MODES],
         }
         onnx_bytes = spec.onnx_bytes(build, graph)
         content = MAGIC + json.dumps(header).encode() + b"\n" + onnx_bytes
@@ -299,8 +299,8 @@ def write_double_engines(
             onnx_sha256=spec.graphs[graph].sha256,
             versions={MODULES[compiler]: version},
             shapes=shapes,
-            activation_bytes=dict.fromkeys(MODES, 0),
-            budget_bytes=dict.fromkeys(MODES, 0),
+            activation_bytes=dict.fromkeys(ENGINE_MODES, 0),
+            budget_bytes=dict.fromkeys(ENGINE_MODES, 0),
             weight_bytes=0,
             matmul_inputs_as_parsed={},
             seconds=0.0,

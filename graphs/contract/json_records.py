@@ -12,17 +12,16 @@ import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from graphs.contract.files import write_text
+
 DIGITS = 6
 
 _fields = functools.cache(get_type_hints)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Through a temporary file; content is of dicts, lists, tuples and plain values."""
-    text = json.dumps(_finite(content), ensure_ascii=False, allow_nan=False) + "\n"
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    """The content, of dicts, lists, tuples and plain values; whole or not at all."""
+    write_text(path, json.dumps(_finite(content), ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -39,6 +38,8 @@ def decode(kind: Any, value: Any) -> Any:
     null is NaN where a number is meant and None is not allowed.
     """
     origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
     if kind is float and value is None:
         return math.nan
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -52,6 +53,10 @@ def decode(kind: Any, value: Any) -> Any:
         return kind(**{name: decode(hint, value[name]) for name, hint in fields.items()})
     if origin is list and isinstance(value, list):
         return [decode(inner[0], v) for v in value]
+    if origin is tuple and isinstance(value, list) and inner[1:] == (...,):
+        return tuple(decode(inner[0], v) for v in value)
+    if origin is dict and isinstance(value, dict):
+        return {decode(inner[0], k): decode(inner[1], v) for k, v in value.items()}
     if origin is tuple and isinstance(value, list) and len(value) == len(inner):
         return tuple(decode(k, v) for k, v in zip(inner, value, strict=True))
     if origin is Literal and value in inner:
