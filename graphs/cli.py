@@ -1,11 +1,15 @@
 """What the packages' command lines share: how an error that the user can act on ends a command."""
 
+import importlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import typer
+import typer.core
+import typer.main
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import (
@@ -29,6 +33,27 @@ def make_app(summary: str) -> typer.Typer:
     return typer.Typer(
         help=summary, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
     )
+
+
+def make_lazy_app(summary: str, modules: Mapping[str, str]) -> typer.Typer:
+    """A command line whose commands are imported when one is called, or all for `--help`.
+
+    `modules`: each command's name and the module whose `app` has it.
+    """
+
+    class LazyCommands(typer.core.TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            return list(modules)
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            if cmd_name not in modules:
+                return None
+            module = importlib.import_module(modules[cmd_name])
+            return typer.main.get_group(module.app).commands[cmd_name]
+
+    app = make_app(summary)
+    app.callback(cls=LazyCommands)(lambda: None)  # without it a Typer app needs a command
+    return app
 
 
 def wide_console() -> Console:

@@ -138,7 +138,7 @@ def test_a_copied_weight_breaks_the_budget_and_is_named(
     assert [excess.mode for excess in found] == ["decode", "prefill"]
     for excess in found:
         assert str(excess).endswith("likely copied at every run: attention.o.weight (58.7 MB)")
-    monkeypatch.setattr("graphs.__main__.compile_build", lambda *_: planted)
+    monkeypatch.setattr("graphs.commands.compile.compile_build", lambda *_: planted)
     result = CliRunner().invoke(app, ["compile", str(build), "--target", TARGET])
     assert result.exit_code == 0
     assert [line for line in result.output.splitlines() if "warning" in line] == [

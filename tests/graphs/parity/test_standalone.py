@@ -273,7 +273,7 @@ def test_the_command_line_imports_no_polygraphy() -> None:
     """Or the processes in which `compile` builds, which import it too, could not choose TensorRT's
     flavour any more.
     """
-    program = "import json, sys, graphs.__main__; print(json.dumps(sorted(sys.modules)))"
+    program = "import json, sys, graphs.commands.compile; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -1,0 +1,72 @@
+"""`python -m graphs budget`: what steps and sequences take of GPUs, and what built engines take."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graphs.budget.gpus import GPUS, find_gpu
+from graphs.budget.show import Show, show_built, show_checkpoints, show_models
+from graphs.cli import wide_console
+from graphs.contract.config import PRESETS
+from graphs.contract.manifest import Profile
+from graphs.contract.shapes import check_profile
+from graphs.contract.spec import Precision
+
+app = typer.Typer()
+
+
+@app.command()
+def budget(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Presets (k2), config.json files, or checkpoints' folders; with --engines, "
+            "build/MODEL/PRECISION/FOLDER/manifest.json. Where none is named: the memory and the "
+            "cards that each preset takes."
+        ),
+    ] = None,
+    precision: Annotated[Precision, typer.Option(help="Of the packed weights.")] = "fp8",
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(help=f"A GPU of the table; may be repeated. All: {', '.join(GPUS)}."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences of a decode step.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 128,
+    context: Annotated[int, typer.Option(help="Cached rows of each sequence.")] = 4096,
+    as_checkpoint: Annotated[
+        bool,
+        typer.Option(
+            "--as-checkpoint",
+            help="The roofline of decode steps on the bytes of checkpoints, in bf16, block FP8 and "
+            "INT4, instead of the packed layout; by default of k2.",
+        ),
+    ] = False,
+    engines: Annotated[
+        bool,
+        typer.Option(
+            "--engines",
+            help="What the builder said of built engines beside their budgets; exit status 1 where "
+            "one takes over 10 % more.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Every figure, for programs to read.")
+    ] = False,
+) -> None:
+    """Bytes, operations, time and memory of steps, computed from configs and GPUs' public figures.
+
+    Nothing here is measured but what --engines shows, which is the builder's.
+    """
+    profile = Profile(batch, tokens, context)
+    check_profile(profile)
+    gpus = [find_gpu(name) for name in gpu or GPUS]
+    to = Show(wide_console(), as_json)
+    if engines:
+        if not show_built(to, [Path(source) for source in sources or ()]):
+            raise typer.Exit(1)
+    elif as_checkpoint:
+        show_checkpoints(to, sources or ["k2"], gpus, context)
+    else:
+        presets = sorted(path.stem for path in PRESETS.glob("*.json"))
+        show_models(to, sources or presets, precision, profile, gpus, steps=bool(sources))
