@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphs.budget.as_checkpoint import BATCHES
 from graphs.budget.gpus import Gpu
 from graphs.budget.memory import (
     Memory,
@@ -33,6 +32,7 @@ from graphs.contract.spec import GRAPHS, BuildSpec, Precision, config_hash
 from graphs.engines.activation_budget import expected_activation
 
 MODEL = "model"
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)

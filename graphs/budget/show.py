@@ -10,18 +10,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from graphs.budget.as_checkpoint import roofline
 from graphs.budget.engines import built_engines
 from graphs.budget.gpus import Gpu
 from graphs.budget.model import ModelBudget, model_budget
 from graphs.budget.tables import (
     built_table,
     memory_table,
-    roofline_table,
     sequence_table,
     step_table,
 )
-from graphs.contract.config import load_config
 from graphs.contract.manifest import Profile
 from graphs.contract.spec import BuildError, Precision
 
@@ -66,31 +63,6 @@ def _model_tables(
     for budget in budgets if steps else ():
         yield step_table(budget, gpus)
         yield sequence_table(budget, gpus)
-
-
-def show_checkpoints(show: Show, sources: Sequence[str], gpus: Sequence[Gpu], cached: int) -> None:
-    """The roofline of each checkpoint on each GPU. Raises ConfigError."""
-    rows = {
-        (source, gpu.name): roofline(load_config(source), gpu, cached)
-        for source in sources
-        for gpu in gpus
-    }
-    figures = {
-        "gpus": _gpus(gpus),
-        "models": {
-            source: {
-                gpu.name: [dataclasses.asdict(row) for row in rows[source, gpu.name]]
-                for gpu in gpus
-            }
-            for source in sources
-        },
-    }
-    tables = (
-        roofline_table(source, rows[source, gpu.name], gpu, cached)
-        for source in sources
-        for gpu in gpus
-    )
-    show.tables(tables, figures)
 
 
 def show_built(show: Show, manifests: Sequence[Path]) -> bool:

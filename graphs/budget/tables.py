@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from rich.box import SIMPLE
 from rich.table import Table
 
-from graphs.budget.as_checkpoint import Cell, Row
 from graphs.budget.engines import Built
 from graphs.budget.gpus import Gpu
 from graphs.budget.memory import cards_of_whole_layers, cards_split_evenly
@@ -91,35 +90,6 @@ def sequence_table(budget: ModelBudget, gpus: Sequence[Gpu]) -> Table:
             *(f"{tokens_per_second(sequences, gpu):,.0f}" for gpu in gpus),
         )
     return table
-
-
-def roofline_table(source: str, rows: Sequence[Row], gpu: Gpu, cached: int) -> Table:
-    """As published: GB read / µs, of the model ms; in brackets the µs of computing alone, fp8."""
-    table = _table(
-        f"{source}'s checkpoint on {gpu.label}, {cached:,} cached rows: GB moved / µs, of the "
-        "model ms (µs of operations alone)",
-        (),
-        ("B", "experts"),
-        rows[0].cells,
-    )
-    for row in rows:
-        table.add_row(*roofline_cells(row))
-    return table
-
-
-def roofline_cells(row: Row) -> list[str]:
-    """One row as text, with the digits of the published table."""
-    cells = (_cell(name, cell) for name, cell in row.cells.items())
-    return [str(row.sequences), f"{row.distinct_experts:.1f}", *cells]
-
-
-def _cell(name: str, cell: Cell) -> str:
-    gb, ms = cell.bytes / 1e9, cell.memory_seconds * 1e3
-    if name.startswith(MODEL):
-        return f"{gb:,.0f} / {ms:,.{0 if ms >= 100 else 1}f}"
-    digits = 3 if name.startswith("dense") else 2
-    computing = f" ({cell.compute_seconds * 1e6:,.0f})" if name.endswith("fp8") else ""
-    return f"{gb:,.{digits}f} / {ms * 1e3:,.0f}{computing}"
 
 
 def built_table(figures: Iterable[Built]) -> Table:

@@ -14,7 +14,7 @@ Of one step of `batch` sequences with `tokens` new tokens each, on `cached` rows
 Left out is all that a better program could save: scratch, launches, copies, links between GPUs.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from graphs.budget.accounting import Account, Part
@@ -49,38 +49,10 @@ class Traffic:
         return Traffic(self.weights * count, self.cache * count, self.activations * count, flops)
 
 
-@dataclass(frozen=True)
-class WeightForm:
-    """How weights are stored, and the types of products: `linear` layers, and all others.
-
-    Cached rows and activations are of the type `other`.
-    """
-
-    weight_bytes: Callable[[Part], int]
-    linear: Precision
-    other: Precision
-    router: Precision
-
-    @property
-    def itemsize(self) -> int:
-        return 4 if self.other == "fp32" else 2
-
-    def product(self, part: Part) -> Precision:
-        if part.kind == "router":
-            return self.router
-        return self.linear if part.kind in ("linear", "expert") else self.other
-
-
-def packed(precision: Precision) -> WeightForm:
-    """The weight files and engines of this project."""
-    other: Precision = "fp32" if precision == "fp32" else "bf16"
-    return WeightForm(lambda part: part.packed_bytes(precision), precision, other, "fp32")
-
-
 def graph_traffic(
     config: ModelConfig,
     graph: GraphName,
-    precision: Precision | WeightForm,
+    precision: Precision,
     *,
     batch: int,
     tokens: int,
@@ -90,33 +62,31 @@ def graph_traffic(
 
     `head` gives the logits of one row a sequence.
     """
-    form = precision if isinstance(precision, WeightForm) else packed(precision)
     rows = batch * tokens
     match graph:
         case "head":
             parts = [part for end in Account.of(config).ends[1:] for part in end.parts]
-            return _products(form, parts, batch)
+            return _products(precision, parts, batch)
         case "experts":
-            return _experts(config, form, rows)
+            return _experts(config, precision, rows)
     block = Account.of(config).blocks[graph]
     parts = [part for component in block for part in component.parts if part.kind != "expert"]
     return (
-        _products(form, parts, rows)
-        + _attention(config, form, batch, tokens, cached)
-        + _activations(form, rows * _values(config, graph))
+        _products(precision, parts, rows)
+        + _attention(config, precision, batch, tokens, cached)
+        + _activations(precision, rows * _values(config, graph))
     )
 
 
 def chain_traffic(
-    config: ModelConfig, precision: Precision | WeightForm, *, batch: int, tokens: int, cached: int
+    config: ModelConfig, precision: Precision, *, batch: int, tokens: int, cached: int
 ) -> Traffic:
     """One step of the whole model; the embedding's rows and the logits are not counted."""
-    form = precision if isinstance(precision, WeightForm) else packed(precision)
-    step = graph_traffic(config, "head", form, batch=batch, tokens=tokens, cached=cached)
+    step = graph_traffic(config, "head", precision, batch=batch, tokens=tokens, cached=cached)
     for block in Account.of(config).blocks:
         graphs: tuple[GraphName, ...] = ("dense",) if block == "dense" else ("moe", "experts")
         for graph in graphs:
-            one = graph_traffic(config, graph, form, batch=batch, tokens=tokens, cached=cached)
+            one = graph_traffic(config, graph, precision, batch=batch, tokens=tokens, cached=cached)
             step += one * config.count(block)
     return step
 
@@ -140,35 +110,49 @@ def distinct_experts(config: ModelConfig, rows: int) -> float:
     return float(E * (1 - (1 - K / E) ** rows))
 
 
-def _products(form: WeightForm, parts: Iterable[Part], rows: int) -> Traffic:
+def _factors(part: Part, precision: Precision) -> Precision:
+    """The type of the factors of the part's products."""
+    if part.kind == "router":
+        return "fp32"
+    if precision == "fp8" and part.kind not in ("linear", "expert"):
+        return "bf16"
+    return precision
+
+
+def _itemsize(precision: Precision) -> int:
+    """Bytes of a cached value, and of an activation."""
+    return 4 if precision == "fp32" else 2
+
+
+def _products(precision: Precision, parts: Iterable[Part], rows: int) -> Traffic:
     """Every weight read once and multiplied with `rows` rows."""
     weights, flops = 0, dict.fromkeys(PRECISIONS, 0.0)
     for part in parts:
-        weights += form.weight_bytes(part)
+        weights += part.packed_bytes(precision)
         if part.kind not in ("norm", "bias"):
-            flops[form.product(part)] += 2 * rows * part.parameters
+            flops[_factors(part, precision)] += 2 * rows * part.parameters
     return Traffic(weights, flops=flops)
 
 
-def _experts(config: ModelConfig, form: WeightForm, rows: int) -> Traffic:
+def _experts(config: ModelConfig, precision: Precision, rows: int) -> Traffic:
     E, K = config.n_routed_experts, config.num_experts_per_tok
     block = Account.of(config).blocks["moe"]
     parts = [part for component in block for part in component.parts if part.kind == "expert"]
-    every = _products(form, parts, rows)
+    every = _products(precision, parts, rows)
     flops = {p: count * K / E for p, count in every.flops.items()}
     chosen = Traffic(every.weights * distinct_experts(config, rows) / E, flops=flops)
     values = 2 * K * config.moe_intermediate_size + config.hidden_size
-    return chosen + _activations(form, rows * values)
+    return chosen + _activations(precision, rows * values)
 
 
 def _attention(
-    config: ModelConfig, form: WeightForm, batch: int, tokens: int, cached: int
+    config: ModelConfig, precision: Precision, batch: int, tokens: int, cached: int
 ) -> Traffic:
     """Scores over all W values of a key, the mix of its C latent ones."""
     H, W, C = config.num_attention_heads, config.cache_width, config.kv_lora_rank
-    cache = batch * (cached + tokens) * W * form.itemsize
+    cache = batch * (cached + tokens) * W * _itemsize(precision)
     flops = 2.0 * batch * tokens * (cached + tokens) * H * (W + C)
-    return Traffic(cache=cache, flops={form.other: flops})
+    return Traffic(cache=cache, flops={"fp32" if precision == "fp32" else "bf16": flops})
 
 
 def _values(config: ModelConfig, graph: GraphName) -> int:
@@ -180,5 +164,5 @@ def _values(config: ModelConfig, graph: GraphName) -> int:
     return attention + 2 * config.shared_intermediate_size
 
 
-def _activations(form: WeightForm, values: int) -> Traffic:
-    return Traffic(activations=values * form.itemsize)
+def _activations(precision: Precision, values: int) -> Traffic:
+    return Traffic(activations=values * _itemsize(precision))

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from graphs.budget.gpus import GPUS, find_gpu
-from graphs.budget.show import Show, show_built, show_checkpoints, show_models
+from graphs.budget.show import Show, show_built, show_models
 from graphs.cli import wide_console
 from graphs.contract.config import PRESETS
 from graphs.contract.manifest import Profile
@@ -34,14 +34,6 @@ def budget(
     batch: Annotated[int, typer.Option(help="Sequences of a decode step.")] = 8,
     tokens: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 128,
     context: Annotated[int, typer.Option(help="Cached rows of each sequence.")] = 4096,
-    as_checkpoint: Annotated[
-        bool,
-        typer.Option(
-            "--as-checkpoint",
-            help="The roofline of decode steps on the bytes of checkpoints, in bf16, block FP8 and "
-            "INT4, instead of the packed layout; by default of k2.",
-        ),
-    ] = False,
     engines: Annotated[
         bool,
         typer.Option(
@@ -65,8 +57,6 @@ def budget(
     if engines:
         if not show_built(to, [Path(source) for source in sources or ()]):
             raise typer.Exit(1)
-    elif as_checkpoint:
-        show_checkpoints(to, sources or ["k2"], gpus, context)
     else:
         presets = sorted(path.stem for path in PRESETS.glob("*.json"))
         show_models(to, sources or presets, precision, profile, gpus, steps=bool(sources))
