@@ -7,9 +7,9 @@ budget, computed from the config:
 - every graph: a workspace for matrix products, whose size does not grow; a block has a second one
   in prefill, with many rows, and for a softmax gate, whose product is fp32;
 - a block at its linear layers: the rows' widest values there, and one buffer of scores;
-- a block at its softmax: three buffers of scores (keys × tokens × heads, of one of the blocks in
-  which the queries go) and the rows' queries; in some profiles also a fourth, or the workspace. The
-  cache and the weights are read in place;
+- a block at its softmax: three buffers of scores (keys × tokens × heads, of one query block)
+  and the rows' queries; in some profiles also a fourth, or the workspace. The cache and the weights
+  are read in place;
 - experts: the rows of one slot where they are few, of several or all where they are many;
 - head: the normed rows. Logits are written where they are bound.
 
@@ -29,7 +29,7 @@ from graphs.contract.manifest import ENGINE_MODES, EngineMode, EngineRecord, Pro
 from graphs.contract.shapes import dimension_ranges
 from graphs.contract.spec import BuildSpec, GraphName, Precision
 from graphs.contract.tensorfile import DTYPES
-from graphs.ops.latent_attention import BLOCKS
+from graphs.ops.latent_attention import QUERY_BLOCKS
 
 WORKSPACE: dict[Precision, int] = {"fp32": 10_240_000, "bf16": 10_240_000, "fp8": 8_192_000}
 FEW_ROWS = 8  # with one workspace
@@ -80,7 +80,7 @@ def _estimate(
     if graph == "experts":
         slot = 8 * D + act * (D + 3 * c.moe_intermediate_size)
         return workspace + _slots_at_once(rows, spec.slots) * rows * slot
-    queries = sizes["batch"] * math.ceil(sizes["tokens"] / BLOCKS)  # of the greatest block
+    queries = sizes["batch"] * math.ceil(sizes["tokens"] / QUERY_BLOCKS)  # of the greatest one
     scores = queries * (sizes["context"] + sizes["tokens"]) * c.num_attention_heads * act
     attention, linear = _row_bytes(c, graph, act)
     at_softmax = 3 * scores + (max(workspace, scores) if at_most else 0) + rows * attention
@@ -138,7 +138,7 @@ def _copies(
         if name.startswith("slots."):  # all alike
             if not name.startswith("slots.0."):
                 continue
-            name = name.replace(".0.", ".N.")
+            name = name.replace(".0.", ".*.")
         size = math.prod(tensor.shape({})) * itemsize
         ways = {name: size}
         if itemsize == 1:

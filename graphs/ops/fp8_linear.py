@@ -1,4 +1,4 @@
-"""FP8Linear(x_MK bf16, weight_KN e4m3, scale_N fp32) → y_MN bf16.
+"""FP8Linear(x [M, in] bf16, weight [in, out] e4m3, scale [out] fp32) → y [M, out] bf16.
 
 Activations are quantised per token as they come (scale = row's peak / 448, never 0), weights per
 output channel; no calibration. Standard operators in this order stay fused in TensorRT. M is at

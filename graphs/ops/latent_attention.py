@@ -17,12 +17,12 @@ The form is the one that TensorRT copies nothing for, at any context length:
 - the mix multiplies all W columns and slices the result to C;
 - heads are the batch of the W_UK and W_UV products.
 
-And it halves the scratch of a prefill: the queries go in BLOCKS blocks of ⌊(S + i) / BLOCKS⌋
-tokens, whose greatest size the builder can tell from that of S, one after the other. For that,
-block i + 1 multiplies with a scale that waits for a value of block i: to the scale is added
-min(|value|, 0), which is 0. Of a single token all blocks but the last are empty; more than two of
-them would take less scratch still (README, "Rules"), for more that is launched in vain in every
-decode step.
+And it halves the scratch of a prefill: the queries go in QUERY_BLOCKS query blocks, one
+after the other, block i of ⌊(S + i) / QUERY_BLOCKS⌋ tokens, whose greatest size the builder can
+tell from that of S. For that, block i + 1 multiplies with a scale that waits for a value of block
+i: to the scale is added min(|value|, 0), which is 0. Of a single token all blocks but the last are
+empty; more than two of them would take less scratch still (docs/engines.md), for more that is
+launched in vain in every decode step.
 
 The softmax is written out: ONNX Runtime's own transposes the scores for any axis but the last, at
 128 × 4,096 keys for longer than all the rest of the attention takes; TensorRT treats both alike.
@@ -38,7 +38,7 @@ from graphs.ops import MASKED, CustomOp, Output, function_text
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCKS = 2
+QUERY_BLOCKS = 2
 
 
 def reference(
@@ -57,8 +57,8 @@ def reference(
     L, S, C = context_BLW.shape[1], new_BSW.shape[1], w_uk_HNC.shape[2]
     token = torch.arange(S)
     cached_BLS = (torch.arange(L) < positions_BS[:, :1])[..., None].expand(-1, -1, S)
-    own_BSS = (token[:, None] <= token).expand(len(positions_BS), -1, -1)
-    hidden_BTS = ~torch.cat([cached_BLS, own_BSS], dim=1)
+    causal_BSS = (token[:, None] <= token).expand(len(positions_BS), -1, -1)
+    hidden_BTS = ~torch.cat([cached_BLS, causal_BSS], dim=1)
     rows_BTW = torch.cat([context_BLW, new_BSW], dim=1)
     q_latent_BHSC = torch.einsum("bhsn,hnc->bhsc", q_nope_BHSN, w_uk_HNC)
     query_BHSW = torch.cat([q_latent_BHSC, q_pe_BHSR], dim=-1) * scale
@@ -157,7 +157,7 @@ _AFTER = """
         scale_{i} = Add(scale_0, late_{i})
 """
 
-# s stands for a block's share of S, m for H·s
+# s: the tokens of a query block, m: H·s
 _BLOCK = """
         m_{i} = Mul(H, S_{i})
         shape_BmW_{i} = Concat<axis = 0>(B, m_{i}, W)
@@ -210,18 +210,18 @@ _OUTPUT = """
 
 
 def in_blocks(name: str) -> tuple[str, ...]:
-    """The names of one value in every block."""
-    return tuple(f"{name}_{i}" for i in range(BLOCKS))
+    """The names of one value in every query block."""
+    return tuple(f"{name}_{i}" for i in range(QUERY_BLOCKS))
 
 
 def body(inputs: int, *, scale: float) -> str:
     blocks = f"""
-        blocks = Constant<value_ints = [{BLOCKS}]>()
+        blocks = Constant<value_ints = [{QUERY_BLOCKS}]>()
         axis3 = Constant<value_ints = [3]>()
         start_0 = Identity(zero)
     """
-    blocks += "".join(_SHARE.format(i=i, after=i + 1) for i in range(BLOCKS)) + _WAIT
-    for i in range(BLOCKS):
+    blocks += "".join(_SHARE.format(i=i, after=i + 1) for i in range(QUERY_BLOCKS)) + _WAIT
+    for i in range(QUERY_BLOCKS):
         blocks += (_AFTER.format(i=i, before=i - 1) if i else "") + _BLOCK.format(i=i)
     join = f"mix_BHSC = Concat<axis = 2>({', '.join(in_blocks('mix'))})\n"
     return function_text(

@@ -1,6 +1,6 @@
 """RoPE(x_BHSR, cos_Pr, sin_Pr, positions_BS) → y_BHSR, r = R/2.
 
-Half layout in and out: pair i is (x[i], x[i+r]). The checkpoint's interleaved rows are permuted
+Half layout in and out: pair i is (x[i], x[i + r]). The checkpoint's interleaved rows are permuted
 once, at packing, so this equals the reference's rotation. Computed in fp32 and cast to x's dtype.
 """
 

@@ -1,10 +1,10 @@
 """Let ONNX Runtime's CPU provider read large weights, for few rows, as convolutions of width 1.
 
-1. `Gemm(x [M,K], weight [N,K], transB=1)` becomes, for up to FEW rows, a Conv of xᵀ [1,K,M] with
-   the weight [N,K,1]: the same products, but the weight is read as it lies, where Gemm repacks it
-   at every run of two rows and more (7168×18432, 2 threads, ms at 1 / 2 / 8 / 16 rows: Gemm 17, 47,
-   51, 56; Conv 18, 31, 31, 31). For more rows it stays: there both take the same time, and xᵀ and
-   yᵀ have to be transposed.
+1. `Gemm(x [M, in], weight [out, in], transB=1)` becomes, for up to FEW rows, a Conv of xᵀ
+   [1, in, M] with the weight [out, in, 1]: the same products, but the weight is read
+   as it lies, where Gemm repacks it at every run of two rows and more (7168×18432, 2 threads, ms at
+   1 / 2 / 8 / 16 rows: Gemm 17, 47, 51, 56; Conv 18, 31, 31, 31). For more rows it stays: there
+   both take the same time, and xᵀ and yᵀ have to be transposed.
 2. A weight below LARGE elements, or one that the graph makes, is left alone: choosing and
    transposing cost more there than they save.
 """
@@ -37,7 +37,7 @@ def pointwise(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _reads_large(node: onnx.NodeProto, shapes: dict[str, list[int]]) -> bool:
-    """Whether it is x · weightᵀ and no more, of a weight that is large and an input."""
+    """Whether the node is x · weightᵀ and no more, with a weight that is large and an input."""
     if node.op_type != "Gemm" or len(node.input) != 2 or node.input[1] not in shapes:
         return False
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -46,16 +46,16 @@ def _reads_large(node: onnx.NodeProto, shapes: dict[str, list[int]]) -> bool:
 
 
 def _choice(gemm: onnx.NodeProto, width: int) -> Iterator[onnx.NodeProto]:
-    """Of the two ways to y [M, width]."""
+    """The nodes that choose between the two ways to y [M, width]."""
     (x, _), (y,) = gemm.input, gemm.output
     rows, most, is_few, of_many = (f"{y}.{name}" for name in ("rows", "most", "is_few", "of_many"))
-    own = onnx.NodeProto()
-    own.CopyFrom(gemm)
-    own.output[0] = of_many
+    unchanged = onnx.NodeProto()
+    unchanged.CopyFrom(gemm)
+    unchanged.output[0] = of_many
     yield helper.make_node("Shape", [x], [rows], start=0, end=1)
     yield helper.make_node("Constant", [], [most], value_ints=[FEW])
     yield helper.make_node("LessOrEqual", [rows, most], [is_few])
-    few, many = _graph(_convolution(gemm), width), _graph([own], width)
+    few, many = _graph(_convolution(gemm), width), _graph([unchanged], width)
     yield helper.make_node("If", [is_few], [y], gemm.name, then_branch=few, else_branch=many)
 
 
@@ -67,15 +67,17 @@ def _graph(nodes: list[onnx.NodeProto], width: int) -> onnx.GraphProto:
 
 def _convolution(gemm: onnx.NodeProto) -> list[onnx.NodeProto]:
     (x, weight), (y,) = gemm.input, gemm.output
-    names = ("first", "last", "x_KM", "x_1KM", "weight_NK1", "y_1NM", "y_NM", "of_few")
-    first, last, x_KM, x_1KM, weight_NK1, y_1NM, y_NM, of_few = (f"{y}.{name}" for name in names)
+    names = ("first", "last", "turned_x", "image", "kernel", "convolved", "turned_y", "of_few")
+    first, last, turned_x, image, kernel, convolved, turned_y, of_few = (
+        f"{y}.{name}" for name in names
+    )
     return [
         helper.make_node("Constant", [], [first], value_ints=[0]),
         helper.make_node("Constant", [], [last], value_ints=[2]),
-        helper.make_node("Transpose", [x], [x_KM], perm=[1, 0]),
-        helper.make_node("Unsqueeze", [x_KM, first], [x_1KM]),
-        helper.make_node("Unsqueeze", [weight, last], [weight_NK1]),
-        helper.make_node("Conv", [x_1KM, weight_NK1], [y_1NM]),
-        helper.make_node("Squeeze", [y_1NM, first], [y_NM]),
-        helper.make_node("Transpose", [y_NM], [of_few], perm=[1, 0]),
+        helper.make_node("Transpose", [x], [turned_x], perm=[1, 0]),
+        helper.make_node("Unsqueeze", [turned_x, first], [image]),
+        helper.make_node("Unsqueeze", [weight, last], [kernel]),
+        helper.make_node("Conv", [image, kernel], [convolved]),
+        helper.make_node("Squeeze", [convolved, first], [turned_y]),
+        helper.make_node("Transpose", [turned_y], [of_few], perm=[1, 0]),
     ]
