@@ -10,13 +10,14 @@ import json
 import math
 import types
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
 from graphs.contract.files import write_text
 
 DIGITS = 6
 
 _fields = functools.cache(get_type_hints)
+_T = TypeVar("_T")
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -32,6 +33,10 @@ def _finite(value: Any) -> Any:
     return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
+@overload
+def decode(kind: type[_T], value: Any) -> _T: ...
+@overload
+def decode(kind: Any, value: Any) -> Any: ...
 def decode(kind: Any, value: Any) -> Any:
     """Parsed JSON as a value of this type. Raises TypeError, KeyError for a field that is absent.
 
@@ -61,7 +66,9 @@ def decode(kind: Any, value: Any) -> Any:
         return tuple(decode(k, v) for k, v in zip(inner, value, strict=True))
     if origin is Literal and value in inner:
         return value
-    if origin in (Union, types.UnionType) and type(None) in inner:
-        (some,) = (k for k in inner if k is not type(None))
-        return None if value is None else decode(some, value)
-    raise TypeError(f"{kind} expected, found {value!r:.80}")
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in inner:
+            return None
+        choices = [k for k in inner if k is not type(None)]
+        return decode(type(value) if type(value) in choices else choices[0], value)
+    raise TypeError(f"expected {kind}, got {value!r:.80}")

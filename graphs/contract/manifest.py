@@ -1,4 +1,4 @@
-"""What a folder of engines holds: the contract between `graphs compile` and the runtime.
+"""The contents of a folder of engines: the contract between `graphs compile` and the runtime.
 
 build/<model>/<precision>/<compiler>-<sm>-<profile>/        e.g. rtx-sm120-b8t128c4096
     <graph>.engine      dense, moe, experts, head
@@ -13,8 +13,10 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+from graphs.contract.files import write_text
+from graphs.contract.json_records import decode
 from graphs.contract.spec import BuildError, GraphName
 
 MANIFEST_FORMAT = 2
@@ -23,9 +25,8 @@ Compiler = Literal["rtx", "tensorrt"]
 Bounds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # least, usual, greatest shape
 
 EngineMode = Literal["decode", "prefill"]
-ENGINE_MODES: tuple[EngineMode, ...] = get_args(
-    EngineMode
-)  # a mode's place is its profile's index in the engine
+# The order of the modes is that of the profiles in an engine.
+ENGINE_MODES: tuple[EngineMode, ...] = get_args(EngineMode)
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,12 @@ class Manifest:
 
     @property
     def folder(self) -> str:
-        """Of the engines, relative to the build folder."""
+        """The engines' folder, relative to the build folder."""
         return f"{self.compiler}-{self.target}-{self.profile.name}"
 
     def save(self, folder: Path) -> None:
-        temporary = folder / "manifest.json.tmp"
-        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", "utf-8")
-        temporary.replace(folder / "manifest.json")
+        text = json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        write_text(folder / "manifest.json", text)
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
@@ -96,12 +96,9 @@ class Manifest:
             raw = json.loads(path.read_text(encoding="utf-8"))
             if raw["format"] != MANIFEST_FORMAT:
                 raise BuildError(
-                    f"{path}: format {MANIFEST_FORMAT} expected, found {raw['format']}; compile "
-                    "again"
+                    f"{path}: expected format {MANIFEST_FORMAT}, got {raw['format']}; compile again"
                 )
-            raw["profile"] = Profile(**raw["profile"])
-            raw["engines"] = {name: _record(record) for name, record in raw["engines"].items()}
-            return cls(**raw)
+            return decode(cls, raw)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as e:
             raise BuildError(f"{path}: damaged or incomplete ({e!r}); compile again") from e
 
@@ -112,22 +109,13 @@ class Manifest:
             raise BuildError(f"{folder}: no engine for {graph}; compile it again")
         if record.onnx_sha256 != onnx_sha256:
             raise BuildError(
-                f"{path}: made from another {graph}.onnx (sha256 {onnx_sha256[:12]}… expected, "
-                f"found {record.onnx_sha256[:12]}…); compile it again"
+                f"{path}: made from another {graph}.onnx (expected sha256 {onnx_sha256[:12]}…, "
+                f"got {record.onnx_sha256[:12]}…); compile it again"
             )
         content = path.read_bytes()
-        if (found := hashlib.sha256(content).hexdigest()) != record.sha256:
+        if (digest := hashlib.sha256(content).hexdigest()) != record.sha256:
             raise BuildError(
-                f"{path}: sha256 {record.sha256[:12]}… expected from manifest.json, found "
-                f"{found[:12]}…; compile it again"
+                f"{path}: expected sha256 {record.sha256[:12]}… from manifest.json, got "
+                f"{digest[:12]}…; compile it again"
             )
         return content
-
-
-def _record(raw: dict[str, Any]) -> EngineRecord:
-    shapes = {
-        mode: {name: tuple(tuple(shape) for shape in bounds) for name, bounds in inputs.items()}
-        for mode, inputs in raw["shapes"].items()
-    }
-    matmuls = {name: tuple(types) for name, types in raw["matmul_inputs_as_parsed"].items()}
-    return EngineRecord(**{**raw, "shapes": shapes, "matmul_inputs_as_parsed": matmuls})

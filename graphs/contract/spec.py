@@ -1,24 +1,38 @@
-"""What a build folder holds: the contract between `export`, `graphs` and `runtime`.
+"""The contents of a build folder: the contract between `export`, `graphs` and `runtime`.
 
     build/<model>/<precision>/
         spec.json                       this module: graphs, their inputs and outputs, hashes
         onnx/<graph>.onnx               dense, moe, experts, head
         weights/embed.safetensors       embed.weight [vocab, D]
-        weights/layer_NNN.safetensors   one layer's weights in the engines' layout
+        weights/layer_000.safetensors   one layer's weights in the engines' layout
         weights/head.safetensors        final norm and lm_head
-        rope.safetensors                cos, sin [positions, R/2]
+        rope.safetensors                cos, sin [P, r]
         tokenizer/, generation_config.json
         golden/                         what the reference computed for fixed inputs
-        parity/                         what the parity commands found (graphs.parity.findings)
+        parity/                         results of the parity commands (graphs.parity.findings)
         standalone/<graph>_<layer>/     a copy of one graph (graphs.parity.standalone)
         <compiler>-<sm>-<profile>/      engines and their manifest
 
-Dimension letters, used by every tensor name and einsum of the project:
+Dimension key: in every tensor name and einsum of the project a letter means this, and nothing else.
 
-    B batch · S tokens this step · L cached rows · T = L + S · M rows (B·S) · H heads · D
-    hidden_size Q q_lora_rank · C kv_lora_rank · N qk_nope_head_dim · R qk_rope_head_dim · r = R/2 ·
-    V v_head_dim W = C + R, the cache's width · E experts · K experts per token · F intermediate · P
-    rope positions
+    B  batch: sequences of a step
+    S  tokens of each sequence in this step
+    L  cached rows of each sequence
+    T  L + S, the rows that attention reads
+    M  B · S, the rows of a linear layer
+    P  positions in the rope tables
+    D  hidden_size
+    H  attention heads
+    Q  q_lora_rank
+    C  kv_lora_rank
+    N  qk_nope_head_dim
+    R  qk_rope_head_dim
+    r  R / 2
+    W  C + R, the width of a cached row
+    V  v_head_dim
+    E  routed experts
+    K  experts per token
+    F  intermediate size of a SwiGLU
 """
 
 import dataclasses
@@ -32,6 +46,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from graphs.contract.config import ModelConfig
+from graphs.contract.files import write_text
+from graphs.contract.json_records import decode
 from graphs.contract.rope_config import ConfigError
 
 SPEC_FORMAT = 3
@@ -127,18 +143,18 @@ class BuildSpec:
 
     @property
     def cache_dtype(self) -> str:
-        """Of the latent cache and of the rows that a step adds to it."""
+        """The type of the latent cache and of the rows that a step adds to it."""
         return "float" if self.precision == "fp32" else "bfloat16"
 
     @property
     def slot_weights(self) -> list[list[TensorSpec]]:
-        """What the experts graph reads of an expert in each slot, in the same order in all."""
+        """The weights that the experts graph reads in each expert slot, in one order."""
         weights = self.graphs["experts"].weights
         prefixes = (f"slots.{slot}." for slot in range(self.slots))
         return [[t for t in weights if t.name.startswith(prefix)] for prefix in prefixes]
 
     def layer_tensors(self, layer: int) -> dict[str, TensorSpec]:
-        """What a layer's file holds: its block's weights, and those of every routed expert."""
+        """The contents of a layer's file: its block's weights, and those of every routed expert."""
         block = self.config.block_type(layer)
         tensors = {t.name: t for t in self.graphs[block].weights}
         if block == "moe":
@@ -154,7 +170,7 @@ class BuildSpec:
         return [EMBED_FILE, *layers, HEAD_FILE, ROPE_FILE]
 
     def file_metadata(self, content: str) -> dict[str, str]:
-        """What every weight file says of itself, and is checked against when it is read."""
+        """The metadata of every weight file, checked when it is read."""
         return {
             "content": content,
             "precision": self.precision,
@@ -163,9 +179,7 @@ class BuildSpec:
 
     def save(self, build: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=1) + "\n"
-        temporary = build / "spec.json.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(build / "spec.json")
+        write_text(build / "spec.json", text)
 
     @classmethod
     def load(cls, build: Path) -> "BuildSpec":
@@ -177,17 +191,16 @@ class BuildSpec:
             raw = json.loads(path.read_text(encoding="utf-8"))
             if raw["format"] != SPEC_FORMAT:
                 raise BuildError(
-                    f"{path}: format {SPEC_FORMAT} expected, found {raw['format']}; export again"
+                    f"{path}: expected format {SPEC_FORMAT}, got {raw['format']}; export again"
                 )
-            raw["graphs"] = {name: _graph(graph) for name, graph in raw["graphs"].items()}
-            spec = cls(**raw)
+            spec = decode(cls, raw)
             if spec.config_sha256 != config_hash(spec.raw_config):
                 raise BuildError(f"{path}: config_sha256 does not match its config; export again")
             _ = spec.config
         except (*_DAMAGED, ConfigError) as e:
             raise BuildError(f"{path}: damaged or incomplete ({e!r}); export again") from e
-        if spec.precision not in PRECISIONS or set(spec.graphs) != set(GRAPHS):
-            raise BuildError(f"{path}: precision or graphs unknown to this version; export again")
+        if missing := set(GRAPHS) - set(spec.graphs):
+            raise BuildError(f"{path}: graph {min(missing)} is missing; export again")
         return spec
 
     def onnx_bytes(self, build: Path, graph: GraphName) -> bytes:
@@ -196,33 +209,17 @@ class BuildSpec:
         if not path.is_file():
             raise BuildError(f"{path}: missing; make it with `python -m export graphs`")
         content = path.read_bytes()
-        if (found := hashlib.sha256(content).hexdigest()) != self.graphs[graph].sha256:
+        expected, digest = self.graphs[graph].sha256, hashlib.sha256(content).hexdigest()
+        if digest != expected:
             raise BuildError(
-                f"{path}: sha256 {self.graphs[graph].sha256[:12]}… expected from spec.json, found "
-                f"{found[:12]}…; export again"
+                f"{path}: expected sha256 {expected[:12]}… from spec.json, got {digest[:12]}…; "
+                "export again"
             )
         return content
 
 
-def _graph(raw: dict[str, Any]) -> GraphSpec:
-    def tensors(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(**{**t, "dims": tuple(t["dims"])}) for t in items)
-
-    taps = [
-        {
-            **t,
-            "inner": tuple(t["inner"]),
-            "axes": tuple(t["axes"]),
-            "columns": t["columns"] and tuple(t["columns"]),
-        }
-        for t in raw["taps"]
-    ]
-    parts = {"inputs": tensors(raw["inputs"]), "outputs": tensors(raw["outputs"])}
-    return GraphSpec(**{**raw, **parts, "taps": tuple(TapSpec(**t) for t in taps)})
-
-
 def config_hash(raw_config: dict[str, Any]) -> str:
-    """Of a config's content, whatever the order and spacing of its file."""
+    """The hash of a config's content, whatever the order and spacing of its file."""
     return hashlib.sha256(json.dumps(raw_config, sort_keys=True).encode()).hexdigest()
 
 
@@ -237,5 +234,5 @@ def layer_file(layer: int) -> str:
 
 
 def expert_weight(slot_weight: str, expert: int) -> str:
-    """The name in a layer's file of what the experts graph reads as `slots.N.…`."""
+    """The name in a layer's file of what the experts graph reads as `slots.<slot>.…`."""
     return f"experts.{expert}." + slot_weight.split(".", 2)[2]

@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from graphs.contract.files import replacing
 from graphs.contract.spec import BuildError, TensorSpec
 
 Array = NDArray[Any]
@@ -48,7 +50,7 @@ class TensorWriter:
     """A new file of tensors, for use in a `with`: it is there when the block ends, and only then.
 
     `write` may be called once a tensor, in any order and by several threads at a time. The format
-    allows no gaps, so what aligns a tensor is a filler of bytes named `_fill_N`.
+    allows no gaps, so what aligns a tensor is a filler of bytes named `_fill_0`, `_fill_1` ….
     """
 
     def __init__(self, path: Path, shapes: Shapes, metadata: Mapping[str, str]) -> None:
@@ -59,12 +61,13 @@ class TensorWriter:
         self._spans = _spans(shapes)
         self._start = len(self._header())
         self.size = self._start + max((end for _, end in self._spans.values()), default=0)
-        self._temporary = path.with_name(path.name + ".tmp")
         self._file = -1
+        self._stack = ExitStack()
 
     def __enter__(self) -> "TensorWriter":
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-        self._file = os.open(self._temporary, flags, 0o644)
+        temporary = self._stack.enter_context(replacing(self.path))
+        self._file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._stack.callback(os.close, self._file)
         os.truncate(self._file, self.size)
         return self
 
@@ -90,15 +93,13 @@ class TensorWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
-            if error is None:
-                assert not self._missing, sorted(self._missing)[:3]
-                _write_all(self._file, memoryview(self._header()), 0)
-                os.fsync(self._file)  # a name must never outlive a crash that its bytes did not
-                self._temporary.replace(self.path)
-        finally:
-            os.close(self._file)
-            self._temporary.unlink(missing_ok=True)
+        if error is not None:
+            self._stack.__exit__(kind, error, traceback)
+            return
+        with self._stack:
+            assert not self._missing, sorted(self._missing)[:3]
+            _write_all(self._file, memoryview(self._header()), 0)
+            os.fsync(self._file)  # a name must never outlive a crash that its bytes did not
 
     def _header(self) -> bytes:
         checksums = {CHECKSUMS: json.dumps(self._checksums, separators=(",", ":"))}
@@ -115,7 +116,9 @@ class TensorWriter:
 
 
 def header_bytes(header: Mapping[str, Any], alignment: int) -> bytes:
-    """How a safetensors file begins, padded so that tensors start at a multiple of `alignment`."""
+    """The first bytes of a safetensors file, padded so that tensors start at a multiple of
+    `alignment`.
+    """
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % alignment)
     return len(text).to_bytes(8, "little") + text
@@ -190,7 +193,7 @@ class TensorFile:
         for key, value in (expected or {}).items():
             if metadata.get(key) != value:
                 raise BuildError(
-                    f"{path}: {key} {value!r} expected, found {metadata.get(key)!r}; it belongs to "
+                    f"{path}: {key}: expected {value!r}, got {metadata.get(key)!r}; it belongs to "
                     "another build"
                 )
         views = {
@@ -205,11 +208,11 @@ class TensorFile:
         }
         file = cls(path, metadata, views)
         for name, spec in tensors:
-            found = (file[name].dtype, file[name].shape)
-            if found != (DTYPES[spec.dtype][1], spec.dims):
+            dtype, shape = file[name].dtype, file[name].shape
+            if (dtype, shape) != (DTYPES[spec.dtype][1], spec.dims):
                 raise BuildError(
-                    f"{path}: {name}: {spec.dtype} {spec.dims} expected, found {found[0]} "
-                    f"{found[1]}; pack the weights again"
+                    f"{path}: {name}: expected {spec.dtype} {spec.dims}, got {dtype} {shape}; pack "
+                    "the weights again"
                 )
         return file
 
@@ -222,9 +225,9 @@ class TensorFile:
         """Recompute every checksum. Raises BuildError naming the first tensor that differs."""
         expected: dict[str, str] = json.loads(self.metadata.get(CHECKSUMS, "{}"))
         for name, array in self.tensors.items():
-            found = hashlib.sha256(array.reshape(-1).view(np.uint8).data).hexdigest()
-            if found != expected.get(name):
+            digest = hashlib.sha256(array.reshape(-1).view(np.uint8).data).hexdigest()
+            if digest != expected.get(name):
                 raise BuildError(
-                    f"{self.path}: {name}: sha256 {expected.get(name)} expected from its header, "
-                    f"found {found}; copy the file again, or make it again"
+                    f"{self.path}: {name}: expected sha256 {expected.get(name)} from its header, "
+                    f"got {digest}; copy the file again, or make it again"
                 )

@@ -16,6 +16,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import onnx
 
+from graphs.contract.files import replacing
 from graphs.contract.manifest import (
     ENGINE_MODES,
     Bounds,
@@ -226,16 +228,10 @@ def _write(
         {g: record for g in GRAPHS if (record := (kept | manifest.engines).get(g))},
     )
     folder.mkdir(exist_ok=True)
-    temporaries = {graph: folder / f"{graph}.engine.tmp" for graph in engines}
-    try:
+    with ExitStack() as files:  # all are written before the first takes its name
         for graph, data in engines.items():
-            temporaries[graph].write_bytes(data)
-        for graph, temporary in temporaries.items():
-            temporary.replace(folder / f"{graph}.engine")
-        manifest.save(folder)
-    finally:
-        for temporary in temporaries.values():
-            temporary.unlink(missing_ok=True)
+            files.enter_context(replacing(folder / f"{graph}.engine")).write_bytes(data)
+    manifest.save(folder)
     return manifest
 
 

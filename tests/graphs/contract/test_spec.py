@@ -94,16 +94,16 @@ def test_a_damaged_spec_is_refused(build: Path, content: bytes) -> None:
 
 Raw = dict[str, Any]
 CHANGES: dict[str, tuple[Callable[[Raw], object], str]] = {
-    "another format": (lambda raw: raw.update(format=99), "format 3 expected, found 99"),
+    "another format": (lambda raw: raw.update(format=99), "expected format 3, got 99"),
     "another config": (
         lambda raw: raw["raw_config"].update(hidden_size=96),
         "config_sha256 does not match its config",
     ),
     "an unknown precision": (
         lambda raw: raw.update(precision="fp4"),
-        "precision or graphs unknown",
+        "damaged or incomplete .*got 'fp4'",
     ),
-    "a graph less": (lambda raw: raw["graphs"].pop("head"), "precision or graphs unknown"),
+    "a graph less": (lambda raw: raw["graphs"].pop("head"), "graph head is missing"),
     "an unknown field": (lambda raw: raw.update(extra=1), "damaged or incomplete"),
     "graphs in a list": (lambda raw: raw.update(graphs=[]), "damaged or incomplete"),
     "a tensor without dims": (
@@ -129,7 +129,7 @@ def test_a_changed_graph_is_refused(build: Path) -> None:
     spec, path = BuildSpec.load(build), build / "onnx" / "moe.onnx"
     path.write_bytes(path.read_bytes() + b"\0")
     with pytest.raises(
-        BuildError, match=rf"{path}: sha256 \w+… expected from spec.json, found \w+…"
+        BuildError, match=rf"{path}: expected sha256 \w+… from spec.json, got \w+…"
     ):
         spec.onnx_bytes(build, "moe")
     path.unlink()

@@ -121,7 +121,7 @@ def test_a_file_of_another_build_is_refused(path: Path) -> None:
     TensorFile.open(path, {"precision": "fp8"})
     for key, value in {"precision": "bf16", "content": "layer 4", "new": "x"}.items():
         found = METADATA.get(key)
-        with pytest.raises(BuildError, match=f"{path}: {key} '{value}' expected, found {found!r}"):
+        with pytest.raises(BuildError, match=f"{path}: {key}: expected '{value}', got {found!r}"):
             TensorFile.open(path, METADATA | {key: value})
 
 
@@ -158,7 +158,7 @@ def test_verifying_names_the_tensor_whose_bytes_changed(path: Path) -> None:
     place = content.index(arrays()["long"].tobytes())
     content[place + 5] ^= 1
     path.write_bytes(content)
-    with pytest.raises(BuildError, match=f"{path}: long: sha256 [0-9a-f]{{64}} expected"):
+    with pytest.raises(BuildError, match=f"{path}: long: expected sha256 [0-9a-f]{{64}}"):
         TensorFile.open(path).verify()
 
 
