@@ -62,9 +62,9 @@ def test_packing_says_sizes_rate_and_what_remains_where_there_is_no_terminal(
     summary, *lines = run(*arguments).stderr.splitlines()
     assert re.fullmatch(r"[\d.]+ \w+ of checkpoint, [\d.]+ \w+ packed for fp8", summary)
     line = r"([\w/.]+): [\d.]+ \w+ of ([\d.]+ \w+), [\d.]+ \w+/s, \d+ s remain"
-    found = [re.fullmatch(line, text) for text in lines]
-    assert all(found) and found[-1]
-    assert found[-1][1] == "rope.safetensors" and lines[-1].endswith(" 0 s remain")
+    matches = [re.fullmatch(line, text) for text in lines]
+    assert all(matches) and matches[-1]
+    assert matches[-1][1] == "rope.safetensors" and lines[-1].endswith(" 0 s remain")
     again = run(*arguments)
     assert f"{len(lines)} of {len(lines)} files are finished already" in again.stderr
 
@@ -72,9 +72,9 @@ def test_packing_says_sizes_rate_and_what_remains_where_there_is_no_terminal(
 @pytest.mark.parametrize(
     "change, expected",
     [
-        ({"scoring_func": "softmax"}, "scoring_func: 'softmax' found, supported: 'sigmoid'"),
+        ({"scoring_func": "softmax"}, "scoring_func: expected 'sigmoid' with .*, got 'softmax'"),
         ({"sliding_window": 4096}, "sliding_window: 4096 is not a known key"),
-        ({"hidden_size": "160"}, "hidden_size: '160' found"),
+        ({"hidden_size": "160"}, "hidden_size: expected .*, got '160'"),
     ],
 )
 def test_a_refused_config_writes_nothing(

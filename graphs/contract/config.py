@@ -1,7 +1,7 @@
 """The model's configuration: a checkpoint's `config.json`, read once, checked, and never changed.
 
 Field names are the checkpoint's own. What this pipeline cannot run is refused here, before a weight
-is read: every refusal names the field, the value found and the values supported. A key that is
+is read: every refusal names the field, the values expected and the value that it got. A key that is
 neither a field nor on the list of ignored ones is refused too, since an unknown key may change the
 arithmetic.
 """
@@ -31,7 +31,7 @@ LATENT_NORM_EPS = 1e-6
 
 PRESETS = Path(__file__).parent / "presets"
 
-# Of a multimodal checkpoint's tensors (Kimi K2.5), where its config nests the text model's.
+# The prefix of the text model's tensors in a multimodal checkpoint (Kimi K2.5).
 TEXT_PREFIX = "language_model."
 
 # Whole numbers that may be 0; the others are at least 1.
@@ -76,12 +76,12 @@ class ModelConfig:
         """Check and convert the content of a `config.json`. Raises ConfigError."""
         raw = with_gate_defaults(text_config(raw))
         fields = {f.name: f for f in dataclasses.fields(cls)}
-        own = set(fields) - {"rope", "quantization"}
-        check_keys(raw, own)
+        keys = set(fields) - {"rope", "quantization"}
+        check_keys(raw, keys)
         optional = {n for n, f in fields.items() if f.default is not dataclasses.MISSING}
-        if missing := sorted(own - optional - set(raw)):
+        if missing := sorted(keys - optional - set(raw)):
             raise ConfigError(f"{missing[0]}: missing; a Kimi K2 config.json has it")
-        values = {name: raw[name] for name in own if name in raw}
+        values = {name: raw[name] for name in keys if name in raw}
         floats = {n for n, f in fields.items() if f.type is float}
         values |= {name: float(values[name]) for name in floats if type(values[name]) is int}
         eos = values["eos_token_id"]
@@ -99,15 +99,17 @@ class ModelConfig:
         heads = raw.get("num_key_value_heads")
         if heads is not None and heads != self.num_attention_heads:
             raise ConfigError(
-                f"num_key_value_heads: {heads!r} found, supported: num_attention_heads "
-                f"({self.num_attention_heads})"
+                f"num_key_value_heads: expected num_attention_heads ({self.num_attention_heads}), "
+                f"got {heads!r}"
             )
         if self.qk_rope_head_dim % 2:
-            raise ConfigError(f"qk_rope_head_dim: {self.qk_rope_head_dim} found, supported: even")
+            raise ConfigError(
+                f"qk_rope_head_dim: expected an even number, got {self.qk_rope_head_dim}"
+            )
         if self.first_k_dense_replace > self.num_hidden_layers:
             raise ConfigError(
-                f"first_k_dense_replace: {self.first_k_dense_replace} found, supported: at most "
-                f"num_hidden_layers ({self.num_hidden_layers})"
+                f"first_k_dense_replace: expected at most num_hidden_layers "
+                f"({self.num_hidden_layers}), got {self.first_k_dense_replace}"
             )
         check_gate(
             self.topk_method,
@@ -119,18 +121,18 @@ class ModelConfig:
         )
         if self.norm_topk_prob and self.num_experts_per_tok == 1:
             raise ConfigError(
-                "num_experts_per_tok: 1 found, supported: at least 2 with norm_topk_prob, since "
-                "the published code normalises no weight that is alone"
+                "num_experts_per_tok: expected at least 2 with norm_topk_prob, got 1: the "
+                "published code normalises no weight that is alone"
             )
         if isinstance(self.quantization, Int4Groups):
             check_int4_modules(self.quantization, *self._linear_modules(), TEXT_PREFIX)
         if not self.eos_token_id:
-            raise ConfigError("eos_token_id: [] found, supported: at least one token id")
+            raise ConfigError("eos_token_id: expected at least one token id, got []")
         for token in (self.bos_token_id, *self.eos_token_id):
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise ConfigError(
-                    f"bos_token_id, eos_token_id: {token!r} found, supported: below vocab_size "
-                    f"({self.vocab_size})"
+                    f"bos_token_id, eos_token_id: expected ids below vocab_size "
+                    f"({self.vocab_size}), got {token!r}"
                 )
 
     def _check_numbers(self) -> None:
@@ -140,13 +142,13 @@ class ModelConfig:
             whole = field.type is int or (field.type == int | None and value is not None)
             if whole and (type(value) is not int or value < floor):
                 raise ConfigError(
-                    f"{field.name}: {value!r} found, supported: a whole number of at least {floor}"
+                    f"{field.name}: expected a whole number of at least {floor}, got {value!r}"
                 )
             if field.type is float and not (is_number(value) and value > 0):
-                raise ConfigError(f"{field.name}: {value!r} found, supported: a number above 0")
+                raise ConfigError(f"{field.name}: expected a number above 0, got {value!r}")
         if type(self.norm_topk_prob) is not bool:
             raise ConfigError(
-                f"norm_topk_prob: {self.norm_topk_prob!r} found, supported: true, false"
+                f"norm_topk_prob: expected true or false, got {self.norm_topk_prob!r}"
             )
 
     def _linear_modules(self) -> tuple[list[str], list[str]]:
@@ -181,7 +183,7 @@ class ModelConfig:
 
     @property
     def group_score(self) -> GroupScore | None:
-        """How a group of experts is scored; None where the method knows no groups."""
+        """How an expert group is scored; None where the method knows no groups."""
         return METHODS[self.topk_method].group_score
 
     @property
@@ -191,7 +193,7 @@ class ModelConfig:
 
     @property
     def expert_scaling(self) -> float:
-        """By what the chosen experts' weights are multiplied.
+        """The factor by which the chosen experts' weights are multiplied.
 
         The softmax gates scale only where they do not normalise (published DeepSeek-V2 code).
         """
@@ -200,7 +202,7 @@ class ModelConfig:
 
     @property
     def weight_block_size(self) -> tuple[int, int] | None:
-        """Of block FP8 weights; None where the checkpoint has none."""
+        """The scale blocks of FP8 weights; None where the checkpoint has none."""
         return self.quantization.block if isinstance(self.quantization, FP8Blocks) else None
 
     @property
@@ -212,7 +214,7 @@ class ModelConfig:
         return "dense" if layer < self.first_k_dense_replace else "moe"
 
     def count(self, block_type: BlockType) -> int:
-        """How many layers are of this type."""
+        """The number of layers of this type."""
         dense = self.first_k_dense_replace
         return dense if block_type == "dense" else self.num_hidden_layers - dense
 
@@ -237,7 +239,7 @@ def load_raw_config(source: str | Path) -> dict[str, Any]:
     except ValueError as e:
         raise ConfigError(f"{path}: not valid JSON: {e}") from e
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: a JSON object expected, found {type(raw).__name__}")
+        raise ConfigError(f"{path}: expected a JSON object, got {type(raw).__name__}")
     return raw
 
 

@@ -48,7 +48,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "use_bfloat16": (False,),
 }
 
-# Of a multimodal config's own level: what it may say beside `text_config`.
+# Keys of a multimodal config beside `text_config`.
 _OUTER = {
     *("text_config", "vision_config", "model_type", "architectures", "auto_map", "dtype"),
     *("torch_dtype", "transformers_version", "_name_or_path", "pad_token_id", "ignore_index"),
@@ -58,9 +58,9 @@ _SHARED = ("quantization_config", "tie_word_embeddings", "bos_token_id", "eos_to
 _OUTER_TYPES = ("kimi_k25",)  # Kimi K2.5 and its successors
 
 
-def check_keys(raw: Mapping[str, Any], own: set[str]) -> None:
-    """Raises ConfigError at a key that is neither a field (`own`) nor listed here."""
-    if unknown := sorted(set(raw) - own - IGNORED - set(FIXED)):
+def check_keys(raw: Mapping[str, Any], fields: set[str]) -> None:
+    """Raises ConfigError at a key that is neither one of `fields` nor listed here."""
+    if unknown := sorted(set(raw) - fields - IGNORED - set(FIXED)):
         raise ConfigError(
             f"{unknown[0]}: {raw[unknown[0]]!r} is not a known key; if it does not change "
             "inference, add it to the ignored keys in graphs/contract/config_keys.py"
@@ -68,7 +68,7 @@ def check_keys(raw: Mapping[str, Any], own: set[str]) -> None:
     for field, accepted in FIXED.items():
         value = raw.get(field, accepted[0])
         if not one_of(value, accepted):
-            raise ConfigError(f"{field}: {value!r} found, supported: {words(accepted)}")
+            raise ConfigError(f"{field}: expected {words(accepted)}, got {value!r}")
 
 
 def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -85,15 +85,15 @@ def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     if (kind := raw.get("model_type")) not in _OUTER_TYPES:
         raise ConfigError(
-            f"model_type: {kind!r} found beside text_config, supported: {words(_OUTER_TYPES)}"
+            f"model_type: expected {words(_OUTER_TYPES)} beside text_config, got {kind!r}"
         )
     text = dict(as_object("text_config", raw["text_config"]))
     for field in _SHARED:
         inner, outer = text.get(field), raw.get(field)
         if None not in (inner, outer) and inner != outer:
             raise ConfigError(
-                f"{field}: {outer!r} found at the top level and {inner!r} in text_config; "
-                "supported: one, or two that agree"
+                f"{field}: expected one value, got {outer!r} at the top level and {inner!r} in "
+                "text_config"
             )
         if outer is not None:
             text[field] = outer

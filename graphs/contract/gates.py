@@ -9,7 +9,7 @@ from graphs.contract.rope_config import ConfigError, words
 Scoring = Literal["sigmoid", "softmax"]
 GroupScore = Literal["top2_sum", "max"]
 
-# How many of a group's experts add up to its score.
+# How many of an expert group's experts add up to its score.
 BEST_OF_GROUP: dict[GroupScore, int] = {"top2_sum": 2, "max": 1}
 
 
@@ -62,30 +62,30 @@ def check_gate(
 ) -> None:
     """Raises ConfigError. `kept` of the groups may serve a token, `chosen` experts do."""
     if topk_method not in METHODS:
-        raise ConfigError(f"topk_method: {topk_method!r} found, supported: {words(tuple(METHODS))}")
+        raise ConfigError(f"topk_method: expected {words(tuple(METHODS))}, got {topk_method!r}")
     method = METHODS[topk_method]
     if scoring_func != method.scoring_func:
         raise ConfigError(
-            f"scoring_func: {scoring_func!r} found, supported: {method.scoring_func!r} with "
-            f"topk_method {topk_method!r}"
+            f"scoring_func: expected {method.scoring_func!r} with topk_method {topk_method!r}, got "
+            f"{scoring_func!r}"
         )
     if experts % groups or kept > groups:
         raise ConfigError(
-            f"n_group: {groups} found, supported: a divisor of n_routed_experts ({experts}) that "
-            f"is at least topk_group ({kept})"
+            f"n_group: expected a divisor of n_routed_experts ({experts}) that is at least "
+            f"topk_group ({kept}), got {groups}"
         )
     if method.group_score is None and groups > 1:
         raise ConfigError(
-            f"n_group: {groups} found, supported: 1 with topk_method {topk_method!r}, which knows "
-            "no groups"
+            f"n_group: expected 1 with topk_method {topk_method!r}, which knows no groups, got "
+            f"{groups}"
         )
     if method.group_score == "top2_sum" and groups > 1 and experts < 2 * groups:
         raise ConfigError(
-            f"n_group: {groups} found, supported: groups of at least 2 experts, since a group's "
-            "score is the sum of its two best"
+            f"n_group: expected groups of at least 2 experts, got {groups} groups of {experts}: a "
+            "group's score is the sum of its two best"
         )
     if chosen > experts // groups * kept:
         raise ConfigError(
-            f"num_experts_per_tok: {chosen} found, supported: at most {experts // groups * kept}, "
-            "the experts of topk_group groups"
+            f"num_experts_per_tok: expected at most {experts // groups * kept}, the experts of "
+            f"topk_group groups, got {chosen}"
         )

@@ -1,8 +1,9 @@
-"""Which of a checkpoint's weights are quantised, and how: its `quantization_config`.
+"""A checkpoint's `quantization_config`: which weights are quantised, and how.
 
 Two methods are known. `fp8` (Kimi K2, DeepSeek-V3): every linear layer but the gate is e4m3 with a
-multiplier per block. `compressed-tensors` in its pack-quantized form (Kimi K2-Thinking, K2.5): the
-routed experts are 4-bit integers with a multiplier per group, all else is 16 bits.
+multiplier per scale block. `compressed-tensors` in its pack-quantized form (Kimi K2-Thinking,
+K2.5): the routed experts are 4-bit integers with a multiplier per weight group, all else is 16
+bits.
 """
 
 import re
@@ -81,7 +82,7 @@ _INT4_IGNORED = {"observer", "observer_kwargs", "scale_dtype"}  # of the calibra
 
 
 def quantization(raw: Mapping[str, Any] | None) -> Quantization | None:
-    """Of a `quantization_config`; None where there is none. Raises ConfigError."""
+    """The checked `quantization_config`; None where there is none. Raises ConfigError."""
     if raw is None:
         return None
     where = "quantization_config"
@@ -94,16 +95,16 @@ def quantization(raw: Mapping[str, Any] | None) -> Quantization | None:
             return _int4(raw)
         case other:
             raise ConfigError(
-                f"{where}.quant_method: {other!r} found, supported: 'fp8', 'compressed-tensors'"
+                f"{where}.quant_method: expected 'fp8' or 'compressed-tensors', got {other!r}"
             )
 
 
 def _block(size: Any) -> tuple[int, int]:
     field = "quantization_config.weight_block_size"
     if not (isinstance(size, list) and len(size) == 2 and all(type(s) is int for s in size)):
-        raise ConfigError(f"{field}: {size!r} found, supported: two whole numbers")
+        raise ConfigError(f"{field}: expected two whole numbers, got {size!r}")
     if min(size) < 1:
-        raise ConfigError(f"{field}: {size!r} found, supported: sizes above 0")
+        raise ConfigError(f"{field}: expected sizes above 0, got {size!r}")
     return size[0], size[1]
 
 
@@ -112,7 +113,7 @@ def _int4(raw: Mapping[str, Any]) -> Int4Groups:
     groups = as_object(where, raw.get("config_groups"))
     if len(groups) != 1:
         raise ConfigError(
-            f"{where}: {sorted(groups)} found, supported: one group; mixed methods are not known"
+            f"{where}: expected one group, got {sorted(groups)}; mixed methods are not known"
         )
     (name, group), *_ = groups.items()
     _check(f"{where}.{name}", as_object(f"{where}.{name}", group), _GROUP, {"weights"})
@@ -121,8 +122,8 @@ def _int4(raw: Mapping[str, Any]) -> Int4Groups:
     size = weights.get("group_size")
     if type(size) is not int or size < 1:
         raise ConfigError(
-            f"{where}.{name}.weights.group_size: {size!r} found, supported: a whole number of at "
-            "least 1"
+            f"{where}.{name}.weights.group_size: expected a whole number of at least 1, got "
+            f"{size!r}"
         )
     return Int4Groups(size, _rules(raw.get("ignore")))
 
@@ -130,13 +131,15 @@ def _int4(raw: Mapping[str, Any]) -> Int4Groups:
 def _rules(ignore: Any) -> tuple[str, ...]:
     field = "quantization_config.ignore"
     if not (isinstance(ignore, list) and all(isinstance(rule, str) for rule in ignore)):
-        raise ConfigError(f"{field}: {ignore!r} found, supported: a list of module names")
+        raise ConfigError(f"{field}: expected a list of module names, got {ignore!r}")
     for rule in ignore:
         if rule.startswith(_PATTERN):
             try:
                 re.compile(rule.removeprefix(_PATTERN))
             except re.error as e:
-                raise ConfigError(f"{field}: {rule!r} found, no regular expression: {e}") from e
+                raise ConfigError(
+                    f"{field}: expected a regular expression, got {rule!r}: {e}"
+                ) from e
     return tuple(ignore)
 
 
@@ -145,7 +148,7 @@ def _check(
 ) -> None:
     for field, accepted in supported.items():
         if not one_of(value := raw.get(field), accepted):
-            raise ConfigError(f"{where}.{field}: {value!r} found, supported: {words(accepted)}")
+            raise ConfigError(f"{where}.{field}: expected {words(accepted)}, got {value!r}")
     if unknown := sorted(set(raw) - set(supported) - known):
         raise ConfigError(f"{where}.{unknown[0]}: {raw[unknown[0]]!r} is not a known key")
 
@@ -159,10 +162,10 @@ def check_int4_modules(
     """
     for expected, modules in ((True, experts), (False, others)):
         for module in modules:
-            found = int4.targeted(module) and int4.targeted(prefix + module)
-            if found != expected:
+            quantised = int4.targeted(module) and int4.targeted(prefix + module)
+            if quantised != expected:
                 raise ConfigError(
-                    f"quantization_config.ignore: {list(int4.ignore)} found, by which {module} is "
-                    f"{'quantised' if found else 'not quantised'}, supported: INT4 for the routed "
-                    "experts and for nothing else"
+                    "quantization_config.ignore: expected INT4 for the routed experts and for "
+                    f"nothing else, got {list(int4.ignore)}, by which {module} is "
+                    f"{'quantised' if quantised else 'not quantised'}"
                 )

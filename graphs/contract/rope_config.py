@@ -1,4 +1,4 @@
-"""The rope settings of a `config.json`, and how a refusal reads."""
+"""The rope settings of a `config.json`, and helpers for its refusals."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A configuration this pipeline refuses; names field, value and what is supported."""
+    """A configuration this pipeline refuses; names the field, what is expected and the value."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RopeConfig:
 
     @property
     def table_multiplier(self) -> float:
-        """What cos and sin are multiplied by: m(factor, mscale) / m(factor, mscale_all_dim)."""
+        """The multiplier of cos and sin: m(factor, mscale) / m(factor, mscale_all_dim)."""
         if self.mscale and self.mscale_all_dim:
             return yarn_mscale(self.factor, self.mscale) / yarn_mscale(
                 self.factor, self.mscale_all_dim
@@ -51,7 +51,7 @@ _ROPE_AT_LEAST = {"factor": 1, "original_max_position_embeddings": 1}  # the oth
 
 
 def rope_config(raw: Mapping[str, Any]) -> RopeConfig:
-    """From `rope_parameters`, or `rope_theta` and `rope_scaling`. Raises ConfigError."""
+    """Read `rope_parameters`, or `rope_theta` and `rope_scaling`. Raises ConfigError."""
     where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     parameters = dict(as_object(where, raw.get(where) or {}))
     theta = parameters.pop("rope_theta", raw.get("rope_theta"))
@@ -61,7 +61,7 @@ def rope_config(raw: Mapping[str, Any]) -> RopeConfig:
     kind = new or old or "default"
     if kind not in ("default", "yarn") or (old and new and old != new):
         raise ConfigError(
-            f"{where}.rope_type: {new!r} (type: {old!r}) found, supported: 'default', 'yarn'"
+            f"{where}.rope_type: expected 'default' or 'yarn', got {new!r} (type: {old!r})"
         )
     names = {f.name for f in dataclasses.fields(RopeConfig)} - {"rope_theta"}
     if unknown := sorted(set(parameters) - names):
@@ -73,22 +73,22 @@ def rope_config(raw: Mapping[str, Any]) -> RopeConfig:
     for name, value in {"rope_theta": theta, **parameters}.items():
         above, at_least = _ROPE_ABOVE.get(name), _ROPE_AT_LEAST.get(name, 0)
         if above is not None and not (is_number(value) and value > above):
-            raise ConfigError(f"{where}.{name}: {value!r} found, supported: a number above {above}")
+            raise ConfigError(f"{where}.{name}: expected a number above {above}, got {value!r}")
         if above is None and not (is_number(value) and value >= at_least):
             raise ConfigError(
-                f"{where}.{name}: {value!r} found, supported: a number of at least {at_least}"
+                f"{where}.{name}: expected a number of at least {at_least}, got {value!r}"
             )
     if raw.get("rope_theta") not in (None, theta):
         raise ConfigError(
-            f"rope_theta: {raw['rope_theta']!r} found at the top level and {theta!r} in {where}; "
-            "supported: one, or two that agree"
+            f"rope_theta: expected one value, got {raw['rope_theta']!r} at the top level and "
+            f"{theta!r} in {where}"
         )
     return RopeConfig(rope_theta=float(theta), **parameters)
 
 
 def as_object(field: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{field}: {value!r} found, supported: an object")
+        raise ConfigError(f"{field}: expected an object, got {value!r}")
     return value
 
 
@@ -97,9 +97,11 @@ def is_number(value: Any) -> bool:
 
 
 def one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Whether value is one of these, types included: 1 is not True."""
+    """Whether the value is one of these, types included: 1 is not True."""
     return any(value == a and type(value) is type(a) for a in accepted)
 
 
 def words(values: tuple[Any, ...]) -> str:
-    return ", ".join(repr(v) for v in values if v is not None) or "null"
+    """The values in a message: `'a', 'b' or 'c'`, leaving None out where there is another."""
+    *first, last = [repr(v) for v in values if v is not None] or ["null"]
+    return f"{', '.join(first)} or {last}" if first else last

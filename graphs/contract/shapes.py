@@ -16,13 +16,12 @@ def check_profile(profile: Profile) -> None:
     """Raises CompileError."""
     if profile.tokens < 2:
         raise CompileError(
-            f"tokens: {profile.tokens} found, at least 2 expected: a profile fixed at one row "
-            "makes the builder re-lay out the weights at every run"
+            f"tokens: expected at least 2, got {profile.tokens}; a profile fixed at one row makes "
+            "the builder re-lay out the weights at every run"
         )
-    if profile.batch < 1 or profile.context < 1:
-        raise CompileError(
-            f"batch, context: {profile.batch}, {profile.context} found, at least 1 expected"
-        )
+    for name, size in (("batch", profile.batch), ("context", profile.context)):
+        if size < 1:
+            raise CompileError(f"{name}: expected at least 1, got {size}")
 
 
 def dimension_ranges(mode: EngineMode, profile: Profile) -> dict[str, Range]:
@@ -56,8 +55,8 @@ def input_bounds(graph: GraphSpec, mode: EngineMode, profile: Profile) -> dict[s
             key = "slot" if isinstance(dim, str) and dim.startswith("rows_") else dim
             if isinstance(key, str) and key not in ranges:
                 raise CompileError(
-                    f"graph {graph.name}: input {name} has dimension {dim!r}, known are "
-                    f"{', '.join(ranges)}; export again with this version"
+                    f"graph {graph.name}: input {name}: expected a dimension of "
+                    f"{', '.join(ranges)}, got {dim!r}; export again with this version"
                 )
             sizes.append(ranges[key] if isinstance(key, str) else (key, key, key))
         least, usual, greatest = (tuple(size[i] for size in sizes) for i in range(3))

@@ -133,7 +133,7 @@ def test_a_scores_file_is_what_was_scored(tmp_path: Path) -> None:
     assert found.text_bytes == 34
     for name in ("tokens", "nats", "top", "margin"):
         assert np.array_equal(getattr(found, name), getattr(scores, name))
-    with pytest.raises(BuildError, match=r"content 'scores of a text.* expected, found None"):
+    with pytest.raises(BuildError, match=r"content: expected 'scores of a text.*', got None"):
         Scores.load(NANO / "model-00001-of-000002.safetensors")
 
 

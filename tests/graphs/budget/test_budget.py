@@ -199,7 +199,7 @@ def test_a_config_file_is_taken_too(tmp_path: Path) -> None:
     [
         (["--gpu", "abacus"], "GPU 'abacus': unknown"),
         (["k3"], "no such preset"),
-        (["k2", "--tokens", "1"], "tokens: 1 found"),
+        (["k2", "--tokens", "1"], "tokens: expected at least 2, got 1"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(arguments: list[str], error: str) -> None:

@@ -92,13 +92,13 @@ def test_a_theta_that_is_nowhere_is_an_error(raw: dict[str, Any]) -> None:
 
 NAN, INFINITY = math.nan, math.inf
 
-# field, value found, what the error says is supported
+# field, value, what the error says is expected
 REFUSED: list[tuple[str, Any, str]] = [
     ("use_sliding_window", True, "not a known key"),
     ("scoring_func", "softmax", "'sigmoid' with topk_method 'noaux_tc'"),
     ("scoring_func", "sqrtsoftplus", "'sigmoid'"),
     ("scoring_func", None, "'sigmoid'"),
-    ("topk_method", "aux_tc", "'noaux_tc', 'greedy', 'group_limited_greedy'"),
+    ("topk_method", "aux_tc", "'noaux_tc', 'greedy' or 'group_limited_greedy'"),
     ("topk_method", None, "'noaux_tc'"),
     ("hidden_act", "gelu", "'silu'"),
     ("tie_word_embeddings", True, "False"),
@@ -125,7 +125,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("rms_norm_eps", "1e-6", "a number above 0"),
     ("routed_scaling_factor", 0, "a number above 0"),
     ("routed_scaling_factor", True, "a number above 0"),
-    ("norm_topk_prob", 1, "true, false"),
+    ("norm_topk_prob", 1, "true or false"),
     ("num_key_value_heads", 1, "num_attention_heads (3)"),
     ("num_key_value_heads", 0, "num_attention_heads (3)"),
     ("qk_rope_head_dim", 15, "even"),
@@ -141,33 +141,39 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "supported"), REFUSED, ids=lambda v: repr(v))
-def test_a_refusal_names_field_value_and_what_is_supported(
-    field: str, value: Any, supported: str
+@pytest.mark.parametrize(("field", "value", "expected"), REFUSED, ids=lambda v: repr(v))
+def test_a_refusal_names_field_value_and_what_is_expected(
+    field: str, value: Any, expected: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         ModelConfig.from_dict(tiny_config(**{field: value}))
-    assert str(error.value).startswith(f"{field}: {value!r}")
-    assert supported in str(error.value)
+    assert str(error.value).startswith(f"{field}: ")
+    assert expected in str(error.value) and repr(value) in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"topk_group": 2}, r"^n_group: 1 found.* at least topk_group \(2\)"),
-        ({"topk_method": "greedy"}, "^scoring_func: 'sigmoid' found, supported: 'softmax' with"),
+        ({"topk_group": 2}, r"^n_group: .* at least topk_group \(2\), got 1"),
+        ({"topk_method": "greedy"}, "^scoring_func: expected 'softmax' with .*, got 'sigmoid'"),
         (
             {"topk_method": "greedy", "scoring_func": "softmax", "n_group": 2},
-            "^n_group: 2 found, supported: 1 with topk_method 'greedy'",
+            "^n_group: expected 1 with topk_method 'greedy', .*, got 2",
         ),
-        ({"n_group": 4, "num_experts_per_tok": 3}, "^num_experts_per_tok: 3 found.* at most 2"),
-        ({"bos_token_id": 258}, r"bos_token_id.*: 258 found.* below vocab_size \(258\)"),
-        ({"eos_token_id": []}, r"eos_token_id: \[\] found, supported: at least one"),
+        (
+            {"n_group": 4, "num_experts_per_tok": 3},
+            "^num_experts_per_tok: expected at most 2, .*, got 3",
+        ),
+        ({"bos_token_id": 258}, r"bos_token_id.*: expected ids below vocab_size \(258\), got 258"),
+        ({"eos_token_id": []}, r"eos_token_id: expected at least one token id, got \[\]"),
         (
             {"rope_parameters": YARN | {"rope_type": "yarn", "rope_theta": 1e4}},
-            r"^rope_theta: 50000.0 found at the top level and 10000.0 in rope_parameters",
+            r"^rope_theta: .* got 50000.0 at the top level and 10000.0 in rope_parameters",
         ),
-        ({"eos_token_id": [257, True]}, r"eos_token_id: True found.* below vocab_size \(258\)"),
+        (
+            {"eos_token_id": [257, True]},
+            r"eos_token_id: expected ids below vocab_size \(258\), got True",
+        ),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(
@@ -195,13 +201,13 @@ REFUSED_ROPE: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "supported"), REFUSED_ROPE, ids=lambda v: repr(v))
-def test_a_rope_refusal_names_field_value_and_what_is_supported(
-    field: str, value: Any, supported: str
+@pytest.mark.parametrize(("field", "value", "expected"), REFUSED_ROPE, ids=lambda v: repr(v))
+def test_a_rope_refusal_names_field_value_and_what_is_expected(
+    field: str, value: Any, expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=r"^rope_scaling\.") as error:
         ModelConfig.from_dict(tiny_config(rope_scaling=YARN | {field: value}))
-    for part in (field, repr(value), supported):
+    for part in (field, repr(value), expected):
         assert part in str(error.value)
 
 
@@ -213,8 +219,8 @@ def test_yarn_needs_its_factor_and_original_length(field: str) -> None:
 
 
 REFUSED_QUANTISATION: list[tuple[str, Any, str]] = [
-    ("quant_method", "awq", "'fp8', 'compressed-tensors'"),
-    ("quant_method", None, "'fp8', 'compressed-tensors'"),
+    ("quant_method", "awq", "'fp8' or 'compressed-tensors'"),
+    ("quant_method", None, "'fp8' or 'compressed-tensors'"),
     ("fmt", "e5m2", "'e4m3'"),
     ("scale_fmt", "float", "'ue8m0'"),
     ("activation_scheme", "static", "'dynamic'"),
@@ -228,15 +234,15 @@ REFUSED_QUANTISATION: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "supported"), REFUSED_QUANTISATION, ids=lambda v: repr(v)
+    ("field", "value", "expected"), REFUSED_QUANTISATION, ids=lambda v: repr(v)
 )
-def test_a_quantisation_refusal_names_field_value_and_what_is_supported(
-    field: str, value: Any, supported: str
+def test_a_quantisation_refusal_names_field_value_and_what_is_expected(
+    field: str, value: Any, expected: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         ModelConfig.from_dict(tiny_config(quantization_config=FP8 | {field: value}))
-    assert str(error.value).startswith(f"quantization_config.{field}: {value!r}")
-    assert supported in str(error.value)
+    assert str(error.value).startswith(f"quantization_config.{field}: ")
+    assert expected in str(error.value) and repr(value) in str(error.value)
 
 
 def int4(path: str = "", value: Any = None) -> dict[str, Any]:
@@ -293,20 +299,22 @@ REFUSED_INT4: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "supported"), REFUSED_INT4, ids=lambda v: repr(v))
-def test_an_int4_refusal_names_field_value_and_what_is_supported(
-    path: str, value: Any, supported: str
+@pytest.mark.parametrize(("path", "value", "expected"), REFUSED_INT4, ids=lambda v: repr(v))
+def test_an_int4_refusal_names_field_value_and_what_is_expected(
+    path: str, value: Any, expected: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         ModelConfig.from_dict(tiny_config(quantization_config=int4(path, value)))
-    assert str(error.value).startswith(f"quantization_config.{path}: {value!r}")
-    assert supported in str(error.value)
+    assert str(error.value).startswith(f"quantization_config.{path}: ")
+    assert expected in str(error.value) and repr(value) in str(error.value)
 
 
 def test_two_groups_are_mixed_methods_and_refused() -> None:
     group = INT4["config_groups"]["group_0"]
     mixed = int4("config_groups", {"group_0": group, "group_1": group})
-    with pytest.raises(ConfigError, match=r"config_groups: \['group_0', 'group_1'\] .* one group"):
+    with pytest.raises(
+        ConfigError, match=r"config_groups: expected one group, got \['group_0', 'group_1'\]"
+    ):
         ModelConfig.from_dict(tiny_config(quantization_config=mixed))
 
 
@@ -338,7 +346,7 @@ def test_rules_may_be_written_for_names_with_and_without_the_prefix() -> None:
 
 def test_a_rule_that_is_no_regular_expression_is_named() -> None:
     rules = [*INT4["ignore"], "re:*.mlp"]
-    with pytest.raises(ConfigError, match=r"^quantization_config\.ignore: 're:\*\.mlp' found"):
+    with pytest.raises(ConfigError, match=r"^quantization_config\.ignore: .* got 're:\*\.mlp':"):
         ModelConfig.from_dict(tiny_config(quantization_config=int4("ignore", rules)))
 
 
@@ -357,13 +365,16 @@ def test_a_nested_text_config_is_the_model() -> None:
     ("changes", "message"),
     [
         ({"quantization_config": FP8}, r"^quantization_config: .* top level .* in text_config"),
-        ({"eos_token_id": 3}, "^eos_token_id: 3 found at the top level and 257 in text_config"),
-        ({"bos_token_id": 3}, "^bos_token_id: 3 found at the top level"),
-        ({"tie_word_embeddings": True}, "^tie_word_embeddings: True found, supported: False"),
+        ({"eos_token_id": 3}, "^eos_token_id: .* got 3 at the top level and 257 in text_config"),
+        ({"bos_token_id": 3}, "^bos_token_id: .* got 3 at the top level"),
+        ({"tie_word_embeddings": True}, "^tie_word_embeddings: expected False, got True"),
         ({"hidden_size": 160}, "^hidden_size: 160 is not a known key of a config that has a text"),
-        ({"text_config": None}, "^text_config: None found, supported: an object"),
-        ({"model_type": "kimi_vl"}, "^model_type: 'kimi_vl' found beside text_config, supported"),
-        ({"model_type": None}, "^model_type: None found beside text_config"),
+        ({"text_config": None}, "^text_config: expected an object, got None"),
+        (
+            {"model_type": "kimi_vl"},
+            "^model_type: expected 'kimi_k25' beside text_config, got 'kimi_vl'",
+        ),
+        ({"model_type": None}, "^model_type: .* beside text_config, got None"),
     ],
 )
 def test_levels_of_a_nested_config_that_conflict_are_refused(
@@ -464,5 +475,5 @@ def test_an_unknown_source_is_an_error_that_lists_the_presets(tmp_path: Path) ->
 def test_an_error_in_a_file_names_the_file_and_the_field(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_config(hidden_act="gelu")), encoding="utf-8")
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}: hidden_act: 'gelu' found"):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}: hidden_act: expected 'silu', got 'gelu'"):
         load_config(tmp_path)

@@ -128,9 +128,7 @@ def test_a_changed_spec_is_refused(
 def test_a_changed_graph_is_refused(build: Path) -> None:
     spec, path = BuildSpec.load(build), build / "onnx" / "moe.onnx"
     path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(
-        BuildError, match=rf"{path}: expected sha256 \w+… from spec.json, got \w+…"
-    ):
+    with pytest.raises(BuildError, match=rf"{path}: expected sha256 \w+… from spec.json, got \w+…"):
         spec.onnx_bytes(build, "moe")
     path.unlink()
     with pytest.raises(BuildError, match=f"{path}: missing"):

@@ -270,8 +270,8 @@ def test_auto_is_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("profile", "graphs", "message"),
     [
-        (Profile(tokens=1), GRAPHS, "tokens: 1 found, at least 2 expected"),
-        (Profile(batch=0), GRAPHS, "at least 1 expected"),
+        (Profile(tokens=1), GRAPHS, "tokens: expected at least 2, got 1"),
+        (Profile(batch=0), GRAPHS, "batch: expected at least 1, got 0"),
         (Profile(), ["attention"], "'attention': unknown; there are dense, moe"),
     ],
 )

@@ -204,7 +204,7 @@ def test_a_bit_that_flipped_is_found_in_small_files_always_and_in_all_when_asked
     path = copy / layer_file(2)
     flip(path, path.stat().st_size - 100)
     spec = BuildSpec.load(copy)
-    with pytest.raises(BuildError, match=r"layer_002.*sha256 .* expected from its header, found"):
+    with pytest.raises(BuildError, match=r"layer_002.*expected sha256 .* from its header, got"):
         Weights.open(copy, spec)
     monkeypatch.setattr(weights_module, "VERIFIED_BELOW", 0)
     Weights.open(copy, spec)
