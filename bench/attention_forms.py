@@ -43,15 +43,15 @@ class Form:
     """`changes` are made for every block, with its number for {i}."""
 
     name: str
-    blocks: int = latent_attention.BLOCKS
+    blocks: int = latent_attention.QUERY_BLOCKS
     changes: tuple[tuple[str, str], ...] = ()
 
     def body(self, scale: float) -> str:
-        before, latent_attention.BLOCKS = latent_attention.BLOCKS, self.blocks
+        before, latent_attention.QUERY_BLOCKS = latent_attention.QUERY_BLOCKS, self.blocks
         try:
             text = latent_attention.body(7, scale=scale)
         finally:
-            latent_attention.BLOCKS = before
+            latent_attention.QUERY_BLOCKS = before
         for i in range(self.blocks):
             for old, new in self.changes:
                 text = text.replace(old.format(i=i), new.format(i=i, after=i + 1))

@@ -54,7 +54,7 @@ def distinct(models: Sequence[list[Built]]) -> dict[str, list[Built]]:
     lists: dict[tuple[object, ...], list[Built]] = {}
     for figures in models:
         scratch = [figure for figure in figures if figure.mode]
-        key = tuple((f.graph, f.mode, f.found, f.expected) for f in scratch)
+        key = tuple((f.graph, f.mode, f.logged, f.expected) for f in scratch)
         names.setdefault(key, []).append(scratch[0].model)
         lists.setdefault(key, scratch)
     return {", ".join(names[key]): figures for key, figures in lists.items()}
@@ -67,7 +67,7 @@ def engines_plot(axes: Any, built: dict[str, list[Built]]) -> None:
     for place, (model, figure) in enumerate(rows):
         assert figure.mode is not None
         colour = OVER if figure.too_much else COLOURS[figure.mode]
-        axes.barh(place, (figure.found or 0) / MB, color=colour)
+        axes.barh(place, (figure.logged or 0) / MB, color=colour)
         axes.plot([MARGIN * figure.expected / MB] * 2, [place - 0.45, place + 0.45], color=BUDGET)
         first = figure is built[model][0]
         name = figure.graph if figure.mode == ENGINE_MODES[0] else ""

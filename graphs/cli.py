@@ -1,4 +1,4 @@
-"""What the packages' command lines share: how an error that the user can act on ends a command."""
+"""Shared parts of the packages' command lines: apps, progress, and errors that end a command."""
 
 import importlib
 import sys
@@ -57,7 +57,7 @@ def make_lazy_app(summary: str, modules: Mapping[str, str]) -> typer.Typer:
 
 
 def wide_console() -> Console:
-    """For tables: as wide as the terminal, and 120 columns where there is none."""
+    """A console for tables: as wide as the terminal, and 120 columns where there is none."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
 
@@ -82,7 +82,7 @@ def progress_bar(*columns: ProgressColumn) -> Progress:
 def byte_progress(
     what: str,
 ) -> Iterator[tuple[Callable[[str, int, int], None], Callable[[str], None]]]:
-    """How far a long piece of file work has come, with its rate and the time that remains.
+    """Show the progress of long work on files, with its rate and the time that remains.
 
     Yields what to call with a file's name, bytes done and bytes in all, and what prints a line. A
     bar on a terminal; elsewhere a line when a file is done.

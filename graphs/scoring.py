@@ -15,7 +15,7 @@ from graphs.contract.spec import BuildError
 from graphs.contract.tensorfile import Array, TensorFile, write_arrays
 
 WINDOW = 512  # tokens, BOS included
-BLOCK = 1 << 20  # logits that are widened to float64 at a time
+WIDENED = 1 << 20  # logits that are widened to float64 at a time
 
 # Token ids of one sequence -> logits fp32 [n, vocab] after each of them, in pieces of whole rows.
 Logits = Callable[[Sequence[int]], Iterable[Array]]
@@ -75,7 +75,7 @@ class ScoreComparison:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model makes of a text of `text_bytes` bytes, token by token.
+    """A model's scores of a text of `text_bytes` bytes, token by token.
 
     `tokens` int64: the text's ids; `nats` fp32: −ln of each one's probability; `top` int64: the
     likeliest id in its place; `margin` fp32: by how much that one's logit leads the second.
@@ -88,19 +88,19 @@ class Scores:
     margin: Array
 
     @classmethod
-    def of(cls, scored: Iterable[tuple[Array, Array]], text_bytes: int) -> "Scores":
-        """Of what `scored_logits` yields. Memory: `BLOCK` values in float64, a few times over."""
+    def from_logits(cls, scored: Iterable[tuple[Array, Array]], text_bytes: int) -> "Scores":
+        """Score what `scored_logits` yields. Memory: `WIDENED` values in float64, a few times."""
         parts = [
-            (targets[block], *_score(logits[block], targets[block]))
+            (targets[rows], *_score(logits[rows], targets[rows]))
             for targets, logits in scored
-            for block in row_blocks(logits)
+            for rows in row_slices(logits)
         ]
         tokens, nats, top, margin = (np.concatenate(column) for column in zip(*parts, strict=True))
         return cls(text_bytes, tokens, nats, top, margin)
 
     @property
     def bits(self) -> float:
-        """Of the whole text."""
+        """Bits of the whole text."""
         return float(self.nats.sum(dtype=np.float64)) / math.log(2)
 
     @property
@@ -115,7 +115,7 @@ class Scores:
         """Raises BuildError where the reference scored another text, or in other tokens."""
         if not np.array_equal(self.tokens, reference.tokens):
             raise BuildError(
-                f"scores of the same {len(self.tokens)} tokens expected to compare with, found "
+                f"scores: expected the same {len(self.tokens)} tokens to compare with, got "
                 f"{len(reference.tokens)} of another text or tokenizer; score the same text again"
             )
         other = self.top != reference.top
@@ -139,12 +139,12 @@ class Scores:
 
 def divergence(reference: Array, logits: Array) -> Array:
     """KL(reference ‖ other) of each row's softmax, in nats, float64."""
-    return np.concatenate([_divergence(reference[b], logits[b]) for b in row_blocks(logits)])
+    return np.concatenate([_divergence(reference[b], logits[b]) for b in row_slices(logits)])
 
 
-def row_blocks(logits: Array) -> Iterator[slice]:
-    """Slices of whole rows, `BLOCK` values in each but for a longer row."""
-    step = max(BLOCK // logits.shape[1], 1)
+def row_slices(logits: Array) -> Iterator[slice]:
+    """Slices of whole rows, `WIDENED` values in each but for a longer row."""
+    step = max(WIDENED // logits.shape[1], 1)
     for start in range(0, len(logits), step):
         yield slice(start, start + step)
 

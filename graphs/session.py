@@ -30,7 +30,7 @@ def ort_value(array: Array) -> Any:
     Runtime would copy it silently, and what is written to it would be lost.
     """
     if not array.flags.c_contiguous:
-        raise ValueError(f"a contiguous array expected, found strides {array.strides}")
+        raise ValueError(f"array: expected a contiguous one, got strides {array.strides}")
     onnx_type = ONNX_TYPE[array.dtype]
     if array.dtype.kind != "V" and array.dtype.itemsize > 2:
         return ort.OrtValue.ortvalue_from_numpy(array)

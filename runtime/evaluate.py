@@ -32,7 +32,7 @@ def evaluate(
             done += len(targets)
             progress(done, len(tokens))
 
-    return Scores.of(scored(), len(text))
+    return Scores.from_logits(scored(), len(text))
 
 
 def text_tokens(tokenizer: Tokenizer, text: bytes) -> list[int]:

@@ -53,7 +53,7 @@ class Scored:
     @classmethod
     def of(cls, logits: Logits, tokens: Sequence[int], bos: int, text_bytes: int) -> "Scored":
         rows = np.concatenate([rows for _, rows in scored_logits(logits, tokens, bos)])
-        return cls(Scores.of([(np.array(tokens), rows)], text_bytes), rows)
+        return cls(Scores.from_logits([(np.array(tokens), rows)], text_bytes), rows)
 
 
 @dataclass(frozen=True)

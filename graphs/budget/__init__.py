@@ -1,1 +1,1 @@
-"""What a model costs a GPU, computed from its config: bytes, operations, memory, time at best."""
+"""A model's cost on a GPU, computed from its config: bytes, operations, memory, least time."""

@@ -1,4 +1,4 @@
-"""What a model holds, from its config alone: parameters, bytes stored and packed, cache values.
+"""A model's sizes from its config alone: parameters, bytes stored and packed, cache values.
 
 Every figure is a sum over `Part`s, the tensors of a checkpoint, so that parameters, scale grids and
 packed bytes cannot disagree about what there is. Bytes are of the tensors: headers and alignment
@@ -36,11 +36,11 @@ class Part:
 
     @property
     def bf16_bytes(self) -> int:
-        """In a bf16 checkpoint, whose router bias is fp32."""
+        """Bytes in a bf16 checkpoint, whose router bias is fp32."""
         return self.parameters * (4 if self.kind == "bias" else 2)
 
     def fp8_bytes(self, block: tuple[int, int]) -> int:
-        """In a block-FP8 checkpoint: one fp32 scale a block, the last of a matrix ragged."""
+        """Bytes in a block-FP8 checkpoint: an fp32 scale a scale block, the last one ragged."""
         if self.kind not in ("linear", "expert", "absorbed"):
             return self.bf16_bytes
         end = self.first_row + self.out
@@ -48,14 +48,14 @@ class Part:
         return self.parameters + 4 * self.count * rows * math.ceil(self.fan_in / block[1])
 
     def int4_bytes(self, group_size: int) -> int:
-        """In an INT4 checkpoint: 8 codes a word, a bf16 scale a group, the shape in two words."""
+        """Bytes in an INT4 checkpoint: 8 codes a word, a bf16 scale a weight group, 8 of shape."""
         if self.kind != "expert":
             return self.bf16_bytes
         row = 4 * math.ceil(self.fan_in / 8) + 2 * math.ceil(self.fan_in / group_size)
         return self.count * (self.out * row + 8)
 
     def packed_bytes(self, precision: Precision) -> int:
-        """In this project's weight files; FP8 with one fp32 scale an output channel."""
+        """Bytes in this project's weight files; FP8 with one fp32 scale an output channel."""
         if precision == "fp32" or self.kind in ("norm", "router", "bias"):
             return self.parameters * 4
         if precision == "fp8" and self.kind in ("linear", "expert"):
@@ -92,7 +92,7 @@ class Account:
     ends: tuple[Component, ...]  # what is there once: embedding, final norm, lm_head
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "Account":
+    def from_config(cls, config: ModelConfig) -> "Account":
         types: tuple[BlockType, ...] = ("dense", "moe")
         present = [kind for kind in types if config.count(kind)]
         return cls(config, {kind: _block(config, kind) for kind in present}, _ends(config))
@@ -121,7 +121,7 @@ class Account:
         return self.figures(every)
 
     def active_parameters(self, kind: BlockType) -> int:
-        """Of one block, for one token: all but the experts that it is not routed to."""
+        """One block's parameters for one token: all but the experts that it is not routed to."""
         c = self.config
         idle = c.n_routed_experts - c.num_experts_per_tok if kind == "moe" else 0
         expert = sum(part.parameters for part in _swiglu(c.hidden_size, c.moe_intermediate_size))
@@ -129,7 +129,7 @@ class Account:
 
     @property
     def active_parameters_per_token(self) -> int:
-        """With lm_head and the final norm, without the embedding, which is a row looked up."""
+        """Parameters with lm_head and the final norm, without the embedding, a row looked up."""
         blocks = sum(self.active_parameters(kind) * self.config.count(kind) for kind in self.blocks)
         return blocks + self.figures(self.ends[1:]).parameters
 
@@ -199,7 +199,7 @@ def _attention(config: ModelConfig) -> tuple[Component, ...]:
         "W_UV": (Part("absorbed", H * V, C, first_row=H * N),),
         "output projection": (Part("linear", D, H * V),),
     }
-    return tuple(Component(name, of, attention=True) for name, of in parts.items())
+    return tuple(Component(name, tensors, attention=True) for name, tensors in parts.items())
 
 
 def _swiglu(

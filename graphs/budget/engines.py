@@ -1,4 +1,4 @@
-"""What the builder said of built engines, held against their budget.
+"""The builder's figures of built engines, held against their budgets.
 
 Expected is the most scratch that an engine takes where nothing is copied, computed from the config
 (graphs.engines.activation_budget), and the constants that the builder makes of any graph: weights
@@ -30,12 +30,12 @@ class Built:
     target: str
     graph: GraphName
     mode: EngineMode | None
-    found: int | None
+    logged: int | None
     expected: int
 
     @property
     def share(self) -> float | None:
-        return None if self.found is None else self.found / self.expected
+        return None if self.logged is None else self.logged / self.expected
 
     @property
     def too_much(self) -> bool:
@@ -44,15 +44,15 @@ class Built:
     def __str__(self) -> str:
         what = "constants" if self.mode is None else f"scratch in {self.mode}"
         return (
-            f"{self.model} {self.precision}, {self.target}, {self.graph}: at most "
-            f"{self.expected:,} bytes of {what} and {MARGIN - 1:.0%} more expected, found "
-            f"{self.found:,}: a weight or the cache is likely copied; `python -m graphs lint` "
-            "names a rule that is broken, `compile` what may be copied"
+            f"{self.model} {self.precision}, {self.target}, {self.graph}: expected at most "
+            f"{self.expected:,} bytes of {what} and {MARGIN - 1:.0%} more, got {self.logged:,}; a "
+            "weight or the cache is likely copied: `python -m graphs lint` names a rule that is "
+            "broken, `compile` what may be copied"
         )
 
 
 def built_engines(manifest: Path) -> list[Built]:
-    """From build/<model>/<precision>/<folder>/manifest.json, with spec.json beside the folder.
+    """Read build/<model>/<precision>/<folder>/manifest.json, with spec.json beside the folder.
 
     Raises BuildError.
     """
@@ -70,11 +70,11 @@ def _figures(
     engines: EngineFolder, spec: BuildSpec, graph: GraphName, record: EngineRecord
 ) -> list[Built]:
     profile, target = engines.manifest.profile, engines.manifest.target
-    found = [
+    activations = [
         (mode, record.activation_bytes[mode], expected_activation(spec, graph, mode, profile))
         for mode in ENGINE_MODES
     ]
     return [
         Built(engines.model, spec.precision, target, graph, mode, size, expected)
-        for mode, size, expected in (*found, (None, record.weight_bytes, CONSTANTS))
+        for mode, size, expected in (*activations, (None, record.weight_bytes, CONSTANTS))
     ]

@@ -84,11 +84,11 @@ GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
 
 
 def find_gpu(name: str) -> Gpu:
-    """By its name in the table; case, blanks and hyphens do not matter. Raises UnknownGpuError."""
+    """The GPU of this name; case, blanks and hyphens do not matter. Raises UnknownGpuError."""
     for known, gpu in GPUS.items():
         if _plain(name) in (_plain(known), _plain(gpu.label)):
             return gpu
-    raise UnknownGpuError(f"GPU {name!r}: unknown; there are {', '.join(GPUS)}")
+    raise UnknownGpuError(f"GPU: expected one of {', '.join(GPUS)}, got {name!r}")
 
 
 def _plain(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a model takes of GPUs' memory while it runs, and how many GPUs of a kind hold it.
+"""The memory that a model takes of GPUs while it runs, and how many GPUs of a kind hold it.
 
 On a device lie all packed weights but the embedding, which stays on the host, the rope tables, the
 latent cache, and one scratch buffer that all engines share. The buffers of a step, some megabytes,
@@ -40,22 +40,22 @@ class Memory:
 
 
 def cache_bytes(spec: BuildSpec, rows: int) -> int:
-    """Of so many rows of one layer's latent cache."""
+    """Bytes of so many rows of one layer's latent cache."""
     return rows * spec.config.cache_width * (4 if spec.precision == "fp32" else 2)
 
 
 def memory(spec: BuildSpec, profile: Profile) -> Memory:
-    """With a cache for the profile's batch of sequences, each as long as it may be."""
-    account = Account.of(spec.config)
+    """A model's memory, with a cache for the profile's batch of sequences at full length."""
+    account = Account.from_config(spec.config)
 
     def packed(components: Iterable[Component]) -> int:
         return account.figures(components).packed_bytes[spec.precision]
 
-    of_type: dict[BlockType, int] = {kind: packed(of) for kind, of in account.blocks.items()}
+    blocks: dict[BlockType, int] = {kind: packed(c) for kind, c in account.blocks.items()}
     layers = range(spec.config.num_hidden_layers)
     scratch = (expected_activation(spec, g, m, profile) for g in GRAPHS for m in ENGINE_MODES)
     return Memory(
-        tuple(of_type[spec.config.block_type(layer)] for layer in layers),
+        tuple(blocks[spec.config.block_type(layer)] for layer in layers),
         packed(account.ends[1:]),
         cache_bytes(spec, profile.batch * profile.context),
         max(scratch),
@@ -64,12 +64,13 @@ def memory(spec: BuildSpec, profile: Profile) -> Memory:
 
 
 def rope_bytes(config: ModelConfig) -> int:
-    """Of the tables of cosines and sines, fp32 in every precision."""
+    """Bytes of the tables of cosines and sines, fp32 in every precision."""
     return 4 * config.max_position_embeddings * config.qk_rope_head_dim
 
 
 def cards_split_evenly(memory: Memory, gpu: Gpu) -> int | None:
-    """As few as hold all bytes, were every weight spread over them; None where scratch fills one.
+    """The fewest cards that hold all bytes, were every weight spread over them; None where scratch
+    fills a card.
 
     A bound: nothing here splits a layer.
     """

@@ -56,7 +56,7 @@ class SequencesBudget:
 
 @dataclass(frozen=True)
 class ModelBudget:
-    """`source` is what it was asked by: a preset or a path."""
+    """A model's budget; `source` is a preset or a path."""
 
     source: str
     precision: Precision
@@ -100,12 +100,12 @@ class ModelBudget:
 
 
 def tokens_per_second(sequences: SequencesBudget, gpu: Gpu) -> float:
-    """At most, of all of them together."""
+    """Tokens a second of all sequences together, at most."""
     return sequences.count / roofline_seconds(sequences.traffic, gpu)
 
 
 def model_budget(source: str, precision: Precision, profile: Profile) -> ModelBudget:
-    """Of a preset, a config.json, or a checkpoint's folder. Raises ConfigError."""
+    """The budget of a preset, a config.json, or a checkpoint's folder. Raises ConfigError."""
     config, raw = load_config(source), load_raw_config(source)
     spec = BuildSpec(precision, raw, config_hash(raw), {})
     steps = [step for mode in ENGINE_MODES for step in _steps(spec, mode, profile)]
@@ -114,16 +114,17 @@ def model_budget(source: str, precision: Precision, profile: Profile) -> ModelBu
         cache = cache_bytes(spec, count * profile.context) * config.num_hidden_layers
         sizes = {"batch": count, "tokens": 1, "cached": profile.context}
         sequences.append(SequencesBudget(count, cache, chain_traffic(config, precision, **sizes)))
-    of = memory(spec, profile)
-    return ModelBudget(source, precision, profile, of, tuple(steps), tuple(sequences))
+    return ModelBudget(
+        source, precision, profile, memory(spec, profile), tuple(steps), tuple(sequences)
+    )
 
 
 def _steps(spec: BuildSpec, mode: EngineMode, profile: Profile) -> list[StepBudget]:
-    """Of every graph that the model has, then of the model."""
+    """The steps of every graph that the model has, then of the model."""
     config = spec.config
     batch, tokens = (profile.batch, 1) if mode == "decode" else (1, profile.tokens)
     sizes = {"batch": batch, "tokens": tokens, "cached": profile.context}
-    found = [
+    steps = [
         StepBudget(
             graph,
             mode,
@@ -134,7 +135,7 @@ def _steps(spec: BuildSpec, mode: EngineMode, profile: Profile) -> list[StepBudg
         if graph == "head" or config.count("dense" if graph == "dense" else "moe")
     ]
     whole = chain_traffic(config, spec.precision, **sizes)
-    return [*found, StepBudget(MODEL, mode, whole, max(step.scratch for step in found))]
+    return [*steps, StepBudget(MODEL, mode, whole, max(step.scratch for step in steps))]
 
 
 def _figures(traffic: Traffic, gpus: Sequence[Gpu]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `python -m graphs budget` prints: tables, or the same figures as JSON."""
+"""The output of `python -m graphs budget`: tables, or the same figures as JSON."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from graphs.contract.spec import BuildError, Precision
 
 @dataclass(frozen=True)
 class Show:
-    """Where to, and whether as JSON."""
+    """A console, and whether figures go to it as JSON."""
 
     console: Console
     as_json: bool
@@ -47,7 +47,7 @@ def show_models(
     gpus: Sequence[Gpu],
     steps: bool,
 ) -> None:
-    """Memory and cards of all, then, with `steps`, what steps take of each. Raises ConfigError."""
+    """Show memory and cards of all models, with `steps` the steps of each. Raises ConfigError."""
     budgets = [model_budget(source, precision, profile) for source in sources]
     figures = {
         "gpus": _gpus(gpus),
@@ -66,7 +66,7 @@ def _model_tables(
 
 
 def show_built(show: Show, manifests: Sequence[Path]) -> bool:
-    """Whether all engines keep their budgets; names those that do not. Raises BuildError."""
+    """Show built engines, and say whether all keep their budgets. Raises BuildError."""
     built = [figure for manifest in manifests for figure in built_engines(manifest)]
     if not built:
         raise BuildError("no engine in any manifest; make them with `python -m graphs compile`")

@@ -100,13 +100,13 @@ def built_table(figures: Iterable[Built]) -> Table:
         ("built", "expected", "share"),
     )
     for figure in figures:
-        found, share = figure.found, figure.share
+        logged, share = figure.logged, figure.share
         table.add_row(
             figure.model,
             figure.target,
             figure.graph,
             figure.mode or "constants",
-            "–" if found is None else f"{found / 1e6:,.2f}",
+            "–" if logged is None else f"{logged / 1e6:,.2f}",
             f"{figure.expected / 1e6:,.2f}",
             "–" if share is None else f"{share:.0%}",
             style="red" if figure.too_much else None,
@@ -134,7 +134,7 @@ def _table(
 
 
 def _head(gpu: Gpu) -> str:
-    """Its label in two lines."""
+    """The GPU's label in two lines."""
     return "\n".join(gpu.label.rsplit(" ", 1)) if " " in gpu.label else f"\n{gpu.label}"
 
 

@@ -1,6 +1,6 @@
-"""What one step moves and computes at least, from the config alone: the roofline of each graph.
+"""The roofline of each graph: the least that one step moves and computes, from the config alone.
 
-Of one step of `batch` sequences with `tokens` new tokens each, on `cached` rows of each:
+A step has `batch` sequences with `tokens` new tokens each, on `cached` rows of each. Counted are:
 
 - every weight is read once. Of E routed experts, M = batch · tokens tokens that choose K each, at
   random and one as likely as another, need E · (1 − (1 − K/E)^M) distinct ones;
@@ -45,7 +45,7 @@ class Traffic:
         )
 
     def __mul__(self, count: int) -> "Traffic":
-        flops = {p: of * count for p, of in self.flops.items()}
+        flops = {p: n * count for p, n in self.flops.items()}
         return Traffic(self.weights * count, self.cache * count, self.activations * count, flops)
 
 
@@ -65,11 +65,11 @@ def graph_traffic(
     rows = batch * tokens
     match graph:
         case "head":
-            parts = [part for end in Account.of(config).ends[1:] for part in end.parts]
+            parts = [part for end in Account.from_config(config).ends[1:] for part in end.parts]
             return _products(precision, parts, batch)
         case "experts":
             return _experts(config, precision, rows)
-    block = Account.of(config).blocks[graph]
+    block = Account.from_config(config).blocks[graph]
     parts = [part for component in block for part in component.parts if part.kind != "expert"]
     return (
         _products(precision, parts, rows)
@@ -83,7 +83,7 @@ def chain_traffic(
 ) -> Traffic:
     """One step of the whole model; the embedding's rows and the logits are not counted."""
     step = graph_traffic(config, "head", precision, batch=batch, tokens=tokens, cached=cached)
-    for block in Account.of(config).blocks:
+    for block in Account.from_config(config).blocks:
         graphs: tuple[GraphName, ...] = ("dense",) if block == "dense" else ("moe", "experts")
         for graph in graphs:
             one = graph_traffic(config, graph, precision, batch=batch, tokens=tokens, cached=cached)
@@ -105,7 +105,7 @@ def roofline_seconds(traffic: Traffic, gpu: Gpu) -> float:
 
 
 def distinct_experts(config: ModelConfig, rows: int) -> float:
-    """How many of a layer's routed experts that many tokens need, as expected."""
+    """The expected number of a layer's routed experts that so many tokens need."""
     E, K = config.n_routed_experts, config.num_experts_per_tok
     return float(E * (1 - (1 - K / E) ** rows))
 
@@ -136,7 +136,7 @@ def _products(precision: Precision, parts: Iterable[Part], rows: int) -> Traffic
 
 def _experts(config: ModelConfig, precision: Precision, rows: int) -> Traffic:
     E, K = config.n_routed_experts, config.num_experts_per_tok
-    block = Account.of(config).blocks["moe"]
+    block = Account.from_config(config).blocks["moe"]
     parts = [part for component in block for part in component.parts if part.kind == "expert"]
     every = _products(precision, parts, rows)
     flops = {p: count * K / E for p, count in every.flops.items()}

@@ -1,4 +1,4 @@
-"""`python -m graphs budget`: what steps and sequences take of GPUs, and what built engines take."""
+"""`python -m graphs budget`: the cost of steps and sequences on GPUs, and of built engines."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,11 +22,11 @@ def budget(
         list[str] | None,
         typer.Argument(
             help="Presets (k2), config.json files, or checkpoints' folders; with --engines, "
-            "build/MODEL/PRECISION/FOLDER/manifest.json. Where none is named: the memory and the "
-            "cards that each preset takes."
+            "build/MODEL/PRECISION/FOLDER/manifest.json. By default: memory and cards of every "
+            "preset."
         ),
     ] = None,
-    precision: Annotated[Precision, typer.Option(help="Of the packed weights.")] = "fp8",
+    precision: Annotated[Precision, typer.Option(help="Precision of the packed weights.")] = "fp8",
     gpu: Annotated[
         list[str] | None,
         typer.Option(help=f"A GPU of the table; may be repeated. All: {', '.join(GPUS)}."),
@@ -38,17 +38,17 @@ def budget(
         bool,
         typer.Option(
             "--engines",
-            help="What the builder said of built engines beside their budgets; exit status 1 where "
-            "one takes over 10 % more.",
+            help="Compare built engines with their budgets; exit status 1 where one takes over "
+            "10 % more.",
         ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Every figure, for programs to read.")
     ] = False,
 ) -> None:
-    """Bytes, operations, time and memory of steps, computed from configs and GPUs' public figures.
+    """Show bytes, operations, time and memory of steps, computed from GPUs' public figures.
 
-    Nothing here is measured but what --engines shows, which is the builder's.
+    Only --engines shows measured figures, which are the builder's.
     """
     profile = Profile(batch, tokens, context)
     check_profile(profile)

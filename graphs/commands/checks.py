@@ -21,9 +21,9 @@ def lint(
         Path, typer.Argument(help="A build folder with spec.json: build/MODEL/PRECISION.")
     ],
 ) -> None:
-    """Hold every graph against the rules that keep engines fast; exit status 1 where one is broken.
+    """Check every graph against the rules that keep engines fast; exit status 1 if one is broken.
 
-    Warns of what 16 bits or an FP8 scale would lose of the values in the goldens, if there are any.
+    Warns where 16 bits or an FP8 scale would lose values of the goldens, if there are any.
     """
     findings = lint_build(build)
     goldens = graph_cases(build, BuildSpec.load(build)) if (build / "golden").exists() else []
@@ -42,7 +42,7 @@ def lint(
 def verify(
     build: Annotated[Path, typer.Argument(help="A build folder: build/MODEL/PRECISION.")],
 ) -> None:
-    """Recompute the checksums of all packed tensors; the first that differs is named."""
+    """Recompute the checksums of all packed tensors, and name the first that differs."""
     files = sorted(build / name for name in BuildSpec.load(build).weight_files)
     with progress_bar() as progress:
         for path in progress.track(files, description="verifying"):

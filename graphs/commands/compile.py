@@ -49,7 +49,7 @@ def compile_command(
         ),
     ] = None,
 ) -> None:
-    """Engines from a build folder's graphs, in BUILD/COMPILER-SM-PROFILE/, with manifest.json."""
+    """Build engines from a build's graphs, in BUILD/COMPILER-SM-PROFILE/, with manifest.json."""
     console = wide_console()
     with _Display(console) as display:
         manifest = compile_build(
@@ -67,7 +67,7 @@ def compile_command(
         for excess in excesses(spec, name, engine, manifest.profile):
             console.print(f"warning: {excess}", soft_wrap=True)
     if missing := [name for name in GRAPHS if name not in manifest.engines]:
-        console.print(f"not built, or no longer of their ONNX file: {', '.join(missing)}")
+        console.print(f"not built, or stale: {', '.join(missing)}")
 
 
 @app.command()
@@ -76,12 +76,12 @@ def table(
         list[Path], typer.Argument(help="build/MODEL/PRECISION/FOLDER/manifest.json, any number.")
     ],
 ) -> None:
-    """Compiled engines as a Markdown table: sizes and activation memory of each."""
+    """Print compiled engines as a Markdown table: sizes and activation memory of each."""
     print(engine_table(manifests))
 
 
 class _Display:
-    """Bars on a terminal, else one line an engine."""
+    """Progress bars on a terminal, else one line an engine."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

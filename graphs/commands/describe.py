@@ -24,8 +24,8 @@ def describe(
         bool, typer.Option("--json", help="Every figure, for programs to read.")
     ] = False,
 ) -> None:
-    """Parameters and bytes of each part of a block and of the model, and what the cache holds."""
-    account = Account.of(load_config(source))
+    """Show parameters and bytes of each part of a model, and the cache's values."""
+    account = Account.from_config(load_config(source))
     if as_json:
         print(json.dumps(account.as_dict(), indent=1, ensure_ascii=False))
         return
@@ -51,12 +51,12 @@ def _parameter_table(account: Account) -> Table:
         "INT4 checkpoint, B": lambda f: f.int4_checkpoint_bytes,
         "fp8 packed, B": lambda f: f.packed_bytes["fp8"],
     }
-    columns = {name: of for name, of in columns.items() if of(account.model) is not None}
+    columns = {name: size for name, size in columns.items() if size(account.model) is not None}
     for column in columns:
         table.add_column(column, justify="right")
 
     def row(name: str, figures: Figures, style: str | None = None, section: bool = False) -> None:
-        cells = (f"{of(figures):,}" for of in columns.values())
+        cells = (f"{size(figures):,}" for size in columns.values())
         table.add_row(name, *cells, style=style, end_section=section)
 
     for kind, components in account.blocks.items():

@@ -1,4 +1,4 @@
-"""`python -m graphs parity|report|standalone`: graphs against their goldens, and what was found."""
+"""`python -m graphs parity|report|standalone`: graphs against their goldens."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +24,7 @@ def parity(
 ) -> None:
     """Replay each graph's goldens in plain ONNX Runtime, tap by tap; exit status 1 past tolerance.
 
-    What was found goes to BUILD/parity/graphs.json, of which `report` makes a page.
+    Writes the findings to BUILD/parity/graphs.json, of which `report` makes a page.
     """
     fragment = graph_parity(build, threads)
     fragment.save(build)
@@ -40,14 +40,14 @@ def report(
     ],
     out: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")],
 ) -> None:
-    """What the parity runs of these builds found, in one report; exit status 1 where one failed."""
-    found = merge(builds)
-    paths = found.save(out), save_page(found, out)
+    """Join the findings of these builds' parity runs in a report; exit status 1 if one failed."""
+    merged = merge(builds)
+    paths = merged.save(out), save_page(merged, out)
     console = wide_console()
-    console.print(summary(found))
-    for line in (*failures(found), *map(str, paths)):
+    console.print(summary(merged))
+    for line in (*failures(merged), *map(str, paths)):
         console.print(line, soft_wrap=True)
-    if not found.passed:
+    if not merged.passed:
         raise typer.Exit(1)
 
 
@@ -69,9 +69,8 @@ def standalone(
         typer.Option(help="The golden, as dense_000_decode, instead of the layer's first by name."),
     ] = None,
 ) -> None:
-    """A graph with one layer's weights and its golden for Polygraphy, and what to run on it."""
-    from graphs.parity.standalone import (
-        write_standalone,  # onnxscript, 0.6 s that no other command needs
-    )
+    """Write a graph with one layer's weights and golden for Polygraphy; print commands to run."""
+    # onnxscript takes 0.6 s, which the other commands need not wait
+    from graphs.parity.standalone import write_standalone
 
     print(write_standalone(build, graph, layer, out, case).script)

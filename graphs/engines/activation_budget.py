@@ -1,4 +1,4 @@
-"""What an engine's activation memory may be where no weight and no cache is copied.
+"""The activation memory that an engine may take where no weight and no cache is copied.
 
 The builder says one figure a profile: the most that buffers alive at one time take. It is the only
 sign of a copy on a machine without a GPU, and it depends on the profile. So it is held against a
@@ -10,7 +10,7 @@ budget, computed from the config:
 - a block at its softmax: three buffers of scores (keys × tokens × heads, of one query block)
   and the rows' queries; in some profiles also a fourth, or the workspace. The cache and the weights
   are read in place;
-- experts: the rows of one slot where they are few, of several or all where they are many;
+- experts: the rows of one expert slot where they are few, of several or all where they are many;
 - head: the normed rows. Logits are written where they are bound.
 
 This was fitted to TensorRT-RTX 1.7.1: SM120 engines of five models, in three precisions and up to
@@ -49,8 +49,8 @@ class Excess:
 
     def __str__(self) -> str:
         return (
-            f"{self.graph}: {self.mode} takes {self.activation / 1e6:.1f} MB of activation memory, "
-            f"{self.budget / 1e6:.1f} MB expected at most: likely copied at every run: "
+            f"{self.graph}: {self.mode}: expected at most {self.budget / 1e6:.1f} MB of activation "
+            f"memory, got {self.activation / 1e6:.1f} MB; likely copied at every run: "
             f"{self.likely} ({self.copied / 1e6:.1f} MB)"
         )
 
@@ -70,7 +70,7 @@ def activation_budget(spec: BuildSpec, graph: GraphName, mode: EngineMode, profi
 def _estimate(
     spec: BuildSpec, graph: GraphName, mode: EngineMode, profile: Profile, at_most: bool
 ) -> int:
-    """What a run takes, mostly or at most."""
+    """Bytes that a run takes, mostly or at most."""
     c = spec.config
     sizes = {name: most for name, (_, _, most) in dimension_ranges(mode, profile).items()}
     rows, act = sizes["rows"], 4 if spec.precision == "fp32" else 2
@@ -92,7 +92,7 @@ def _estimate(
 
 
 def _row_bytes(c: ModelConfig, graph: GraphName, act: int) -> tuple[int, int]:
-    """Of one row of a block: at its attention, with queries of all heads, and at its SwiGLU."""
+    """Bytes of one row of a block: at its attention, with queries of all heads; at its SwiGLU."""
     H, D = c.num_attention_heads, c.hidden_size
     width = c.intermediate_size if graph == "dense" else c.shared_intermediate_size
     residual = 4 * D
@@ -100,7 +100,7 @@ def _row_bytes(c: ModelConfig, graph: GraphName, act: int) -> tuple[int, int]:
 
 
 def _slots_at_once(rows: int, slots: int) -> int:
-    """How many slots' rows the builder keeps at one time: seen are 1, up to 2.8, and up to 8.1."""
+    """The expert slots whose rows the builder keeps at once: seen are 1, up to 2.8, up to 8.1."""
     return 1 if rows <= 64 else 3 if rows <= 128 else slots
 
 
@@ -108,7 +108,7 @@ def excesses(
     spec: BuildSpec, graph: GraphName, engine: EngineRecord, profile: Profile
 ) -> list[Excess]:
     """One for each mode in which an engine takes more than its budget."""
-    found: list[Excess] = []
+    over: list[Excess] = []
     for mode in ENGINE_MODES:
         activation, budget = engine.activation_bytes[mode], engine.budget_bytes[mode]
         if activation is None or activation <= budget:
@@ -116,15 +116,15 @@ def excesses(
         copied = activation - _estimate(spec, graph, mode, profile, at_most=False)
         copies = list(_copies(spec, graph, mode, profile))
         size = min((size for _, size in copies), key=lambda size: abs(size - copied))
-        likely = " or ".join(name for name, of in copies if of == size)
-        found.append(Excess(graph, mode, activation, budget, likely, size))
-    return found
+        likely = " or ".join(name for name, n in copies if n == size)
+        over.append(Excess(graph, mode, activation, budget, likely, size))
+    return over
 
 
 def _copies(
     spec: BuildSpec, graph: GraphName, mode: EngineMode, profile: Profile
 ) -> Iterator[tuple[str, int]]:
-    """What could be copied, and its bytes: a matrix, as stored or in other ways, or the cache."""
+    """Each thing that could be copied, and its bytes: the cache, or a matrix in several forms."""
     c = spec.config
     sizes = {name: most for name, (_, _, most) in dimension_ranges(mode, profile).items()}
     for tensor in spec.graphs[graph].inputs:
@@ -147,4 +147,4 @@ def _copies(
             ways[f"{name} once a sequence"] = sizes["batch"] * size
         yield from ways.items()
         if graph == "experts":
-            yield from ((f"{way} of every slot", spec.slots * of) for way, of in ways.items())
+            yield from ((f"{way} of every slot", spec.slots * n) for way, n in ways.items())

@@ -1,4 +1,4 @@
-"""A build folder's graphs to engines: checks the target and the graphs, builds, records.
+"""Builds engines of a build folder's graphs: checks the target and the graphs, builds, records.
 
 A graph that breaks a rule of `graphs.engines.lint` is refused before TensorRT sees it.
 
@@ -47,7 +47,7 @@ PARALLEL = 2
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """How far a build has come: the share done, and the running phase's name."""
+    """The progress of a build: the share done, and the running phase's name."""
 
     share: float
     phase: str
@@ -88,7 +88,7 @@ def compile_build(
     profile = profile or Profile()
     spec = BuildSpec.load(build)
     if unknown := sorted(set(graphs) - set(GRAPHS)):
-        raise CompileError(f"graph {unknown[0]!r}: unknown; there are {', '.join(GRAPHS)}")
+        raise CompileError(f"graph: expected one of {', '.join(GRAPHS)}, got {unknown[0]!r}")
     check_profile(profile)
     sm = resolve_target(target, compiler, spec.precision)
     jobs = {
@@ -138,11 +138,11 @@ def _build_all(
         while waiting or running:
             while waiting and len(running) < PARALLEL:
                 graph = waiting.pop(0)
-                ours, theirs = context.Pipe(duplex=False)
-                child = context.Process(target=_build_one, args=(jobs[graph], theirs))
+                receiver, sender = context.Pipe(duplex=False)
+                child = context.Process(target=_build_one, args=(jobs[graph], sender))
                 child.start()
-                theirs.close()
-                running[ours] = graph, child
+                sender.close()
+                running[receiver] = graph, child
             for pipe in wait(list(running)):
                 assert isinstance(pipe, Connection)
                 graph, process = running[pipe]
@@ -171,7 +171,7 @@ def _receive(pipe: Connection, graph: GraphName, process: BaseProcess) -> BuildP
 
 
 def _build_one(job: _Job, pipe: Connection) -> None:
-    """In a process of its own: build, and send Steps, then a _Built or the error."""
+    """Build in a process of its own; send BuildProgress, then a _Built or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process on Ctrl-C
     start = time.perf_counter()
     try:
@@ -190,7 +190,7 @@ def _build_one(job: _Job, pipe: Connection) -> None:
 
 
 def _peak_resident_bytes() -> int:
-    """Of this program: ru_maxrss would start at what the parent had when it forked."""
+    """This program's peak memory: ru_maxrss would start at what the parent had when it forked."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     peak = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(peak.split()[1]) * 1024

@@ -48,7 +48,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def lint_graph(graph: LintGraph) -> list[Finding]:
-    """What every rule, in order, finds."""
+    """The findings of every rule, in order."""
     return [finding for rule in RULES for finding in rule(graph)]
 
 
@@ -74,5 +74,5 @@ def lint_model(
     try:
         model = onnx.load_from_string(content)
     except DecodeError as e:
-        raise BuildError(f"{name}: an ONNX file expected, found other bytes; export again") from e
-    return lint_graph(LintGraph.of(name, model, bounds))
+        raise BuildError(f"{name}: expected an ONNX file, got other bytes; export again") from e
+    return lint_graph(LintGraph.from_model(name, model, bounds))

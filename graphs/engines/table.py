@@ -12,7 +12,7 @@ HEAD = ("model", "engine", "file, MB", *(f"activation, {mode}, MB" for mode in E
 
 @dataclass(frozen=True)
 class EngineFolder:
-    """What one manifest says; the model and the precision are in its path only."""
+    """One manifest's content; the model and the precision are in its path only."""
 
     model: str
     precision: str
@@ -20,12 +20,11 @@ class EngineFolder:
 
     @classmethod
     def load(cls, path: Path) -> "EngineFolder":
-        """From build/<model>/<precision>/<folder>/manifest.json. Raises BuildError."""
+        """Read build/<model>/<precision>/<folder>/manifest.json. Raises BuildError."""
         parts = path.absolute().parts
         if path.name != "manifest.json" or len(parts) < 5:
             raise BuildError(
-                f"{path}: build/<model>/<precision>/<folder>/manifest.json expected, found another "
-                "path"
+                f"path: expected build/<model>/<precision>/<folder>/manifest.json, got {path}"
             )
         return cls(parts[-4], parts[-3], Manifest.load(path.parent))
 
@@ -65,7 +64,7 @@ def engine_table(paths: Iterable[Path]) -> str:
 def _same(what: str, values: Sequence[str]) -> str:
     """Their one value. Raises BuildError where they differ."""
     if len(set(values)) > 1:
-        raise BuildError(f"one {what} expected, found {', '.join(sorted(set(values)))}")
+        raise BuildError(f"expected one {what}, got {', '.join(sorted(set(values)))}")
     return values[0]
 
 

@@ -23,25 +23,25 @@ def resolve_target(target: str, compiler: Compiler, precision: Precision) -> int
     here = _gpu() if target == "auto" or compiler == "tensorrt" else None
     if compiler == "tensorrt" and here is None:
         raise CompileError(
-            "tensorrt builds for the GPU of this machine, and there is none; run it where the "
-            f"engines will run, or use the compiler rtx for {_names(TARGETS['rtx'])}"
+            "target: expected a GPU of this machine with the compiler tensorrt, got none; run it "
+            f"where the engines will run, or use the compiler rtx for {_names(TARGETS['rtx'])}"
         )
     sm = _parse(target, compiler) if target != "auto" else here or DEFAULT_TARGET
     if sm not in TARGETS[compiler]:
         instead = "; use the compiler tensorrt" if sm in TARGETS["tensorrt"] else ""
         raise CompileError(
-            f"target sm{sm}: the compiler {compiler} builds for {_names(TARGETS[compiler])}"
-            f"{instead}"
+            f"target: expected one of {_names(TARGETS[compiler])} with the compiler {compiler}, "
+            f"got sm{sm}{instead}"
         )
     if compiler == "tensorrt" and sm != here:
         raise CompileError(
-            f"target sm{sm}: tensorrt builds for the GPU of this machine, found sm{here}; use the "
-            "target auto here, or run it on the other machine"
+            f"target: expected sm{here}, the GPU of this machine, with the compiler tensorrt, got "
+            f"sm{sm}; use the target auto here, or run it on the other machine"
         )
     if sm < LEAST_TARGET[precision]:
         raise CompileError(
-            f"target sm{sm}: {precision} needs sm{LEAST_TARGET[precision]} or later; use another "
-            "target or a build of another precision"
+            f"target: expected sm{LEAST_TARGET[precision]} or later for {precision}, got sm{sm}; "
+            "use another target or a build of another precision"
         )
     return sm
 
@@ -50,7 +50,7 @@ def _parse(target: str, compiler: Compiler) -> int:
     digits = target.removeprefix("sm")
     if target == digits or not (digits.isascii() and digits.isdigit()):
         raise CompileError(
-            f"target {target!r}: unknown; supported: auto, {_names(TARGETS[compiler])}"
+            f"target: expected auto or one of {_names(TARGETS[compiler])}, got {target!r}"
         )
     return int(digits)
 

@@ -24,8 +24,8 @@ OnProgress = Callable[[float, str], None]  # share of the build done, name of th
 
 MODULES: dict[Compiler, str] = {"rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
 INSTALL: dict[Compiler, str] = {
-    "rtx": "pip install tensorrt-rtx (a dependency of kimi-trt)",
-    "tensorrt": "pip install 'kimi-trt[tensorrt]', or use the compiler rtx",
+    "rtx": "pip install '.[compile]'",
+    "tensorrt": "pip install '.[tensorrt]', or use the compiler rtx",
 }
 
 
@@ -53,10 +53,9 @@ def load_tensorrt(compiler: Compiler) -> Any:
 
 
 def versions(compiler: Compiler) -> dict[str, str]:
-    """Of what decides an engine's content."""
-    names = ("onnx", "polygraphy")
-    found = {name: importlib.metadata.version(name) for name in names}
-    return {MODULES[compiler]: str(load_tensorrt(compiler).__version__), **found}
+    """The versions of the packages that decide an engine's content."""
+    others = {name: importlib.metadata.version(name) for name in ("onnx", "polygraphy")}
+    return {MODULES[compiler]: str(load_tensorrt(compiler).__version__), **others}
 
 
 def build_engine(
@@ -107,8 +106,8 @@ class _Log(logging.Handler):
         (self.errors if record.levelno >= logging.ERROR else self.lines).append(text)
 
     def figures(self, title: str) -> list[int]:
-        found = (re.search(rf"{title}: (\d+) bytes", line) for line in self.lines)
-        return [int(match[1]) for match in found if match]
+        matches = (re.search(rf"{title}: (\d+) bytes", line) for line in self.lines)
+        return [int(match[1]) for match in matches if match]
 
 
 def _import(name: str, compiler: Compiler) -> Any:

@@ -42,7 +42,7 @@ def attach_functions(model: onnx.ModelProto) -> onnx.ModelProto:
         function = parser.parse_function(OPS[name].body(inputs, **attributes))
         if len(function.input) != inputs:
             raise ValueError(
-                f"{name}: inputs {', '.join(function.input)} expected, found {inputs} of them"
+                f"{name}: expected inputs {', '.join(function.input)}, got {inputs} of them"
             )
         result.functions.append(function)
     return result

@@ -25,8 +25,8 @@ def expose_taps(model: onnx.ModelProto, taps: Iterable[TapSpec]) -> onnx.ModelPr
     exposed = onnx.ModelProto()
     exposed.CopyFrom(model)
     graph = exposed.graph
-    given = {output.name for output in model.graph.output}
-    for tap in (t for t in taps if t.inner or t.value not in given):
+    outputs = {output.name for output in model.graph.output}
+    for tap in (t for t in taps if t.inner or t.value not in outputs):
         value = _joined(exposed, tap) if tap.inner else tap.value
         graph.node.append(
             helper.make_node("Cast", [value], [PREFIX + tap.name], to=TensorProto.FLOAT)

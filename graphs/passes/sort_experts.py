@@ -16,7 +16,9 @@ def sort_experts(model: onnx.ModelProto) -> onnx.ModelProto:
     graph = result.graph
     outputs = {o.name: o.type.tensor_type.shape.dim[1].dim_value for o in graph.output}
     if not {"experts", "expert_weights"} <= set(outputs):
-        raise ValueError(f"{graph.name}: outputs experts, expert_weights expected, found {outputs}")
+        raise ValueError(
+            f"{graph.name}: expected outputs experts and expert_weights, got {outputs}"
+        )
     by_score = {name: f"{name}_by_score" for name in ("experts", "expert_weights")}
     for node in graph.node:
         for names in (node.input, node.output):

@@ -88,7 +88,7 @@ def test_every_token_meets_the_logits_of_the_one_before_it(length: int, piece: i
 
 def test_a_token_has_its_surprisal_the_likeliest_id_and_its_lead() -> None:
     logits, targets = random_logits(40, 30), np.arange(40) % 30
-    scores = Scores.of([(targets[:25], logits[:25]), (targets[25:], logits[25:])], 100)
+    scores = Scores.from_logits([(targets[:25], logits[:25]), (targets[25:], logits[25:])], 100)
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     assert scores.tokens.tolist() == targets.tolist()
     assert scores.nats == pytest.approx(-np.log(probabilities[np.arange(40), targets]), rel=1e-5)
@@ -103,13 +103,13 @@ def test_blocks_of_rows_change_no_bit_and_bound_the_memory(monkeypatch: pytest.M
     vocab, targets = 163_840, np.arange(48)
     logits = random_logits(48, vocab)
     tracemalloc.start()
-    scores = Scores.of([(targets, logits)], 1)
+    scores = Scores.from_logits([(targets, logits)], 1)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 4 * 8 * scoring.BLOCK < logits.nbytes * 2  # float64 alone takes the latter
+    assert peak < 4 * 8 * scoring.WIDENED < logits.nbytes * 2  # float64 alone takes the latter
     apart = divergence(logits, logits[::-1])
-    monkeypatch.setattr(scoring, "BLOCK", 1 << 40)
-    whole = Scores.of([(targets, logits)], 1)
+    monkeypatch.setattr(scoring, "WIDENED", 1 << 40)
+    whole = Scores.from_logits([(targets, logits)], 1)
     for name in ("nats", "top", "margin"):
         assert np.array_equal(getattr(scores, name), getattr(whole, name))
     assert np.array_equal(apart, divergence(logits, logits[::-1]))
@@ -127,7 +127,7 @@ def test_divergence_is_that_of_the_softmax() -> None:
 
 
 def test_a_scores_file_is_what_was_scored(tmp_path: Path) -> None:
-    scores = Scores.of([(np.arange(12), random_logits(12, 20))], 34)
+    scores = Scores.from_logits([(np.arange(12), random_logits(12, 20))], 34)
     scores.save(tmp_path / "scores")
     found = Scores.load(tmp_path / "scores")
     assert found.text_bytes == 34
@@ -139,13 +139,13 @@ def test_a_scores_file_is_what_was_scored(tmp_path: Path) -> None:
 
 def test_comparison_counts_other_likeliest_tokens_and_by_how_much_they_led() -> None:
     targets, logits = np.arange(12), random_logits(12, 20)
-    reference = Scores.of([(targets, logits)], 12)
+    reference = Scores.from_logits([(targets, logits)], 12)
     assert reference.against(reference) == scoring.Comparison(0, 1, 0)
     logits[[2, 5], (reference.top[[2, 5]] + 1) % 20] = 50
-    compared = Scores.of([(targets, logits)], 12).against(reference)
+    compared = Scores.from_logits([(targets, logits)], 12).against(reference)
     assert compared.agreement == pytest.approx(10 / 12) and compared.change > 0
     assert compared.margin == max(reference.margin[[2, 5]])
-    other = Scores.of([(targets[::-1], logits)], 12)
+    other = Scores.from_logits([(targets[::-1], logits)], 12)
     with pytest.raises(BuildError, match="another text or tokenizer"):
         other.against(reference)
 

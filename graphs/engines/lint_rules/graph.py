@@ -1,4 +1,4 @@
-"""What a rule reads, a graph as exported and as TensorRT's parser is given it, and what it returns.
+"""A rule's input, a graph as exported and as TensorRT's parser is given it, and its findings.
 
 A finding names the node of the exported file, since that is the one that can be looked at: inlining
 puts the nodes of an op's body, in their order, in the place of the op's node.
@@ -25,16 +25,16 @@ Dims = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that a graph breaks. found: what is there, and what was expected."""
+    """A rule that a graph breaks. `fault`: what was expected, and what is there."""
 
     rule: str
     graph: str
     node: str
-    found: str
+    fault: str
     consequence: str
 
     def __str__(self) -> str:
-        return f"{self.graph}: {self.rule}: {self.node}: {self.found}; {self.consequence}"
+        return f"{self.graph}: {self.rule}: {self.node}: {self.fault}; {self.consequence}"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class LintGraph:
     bounds: Mapping[EngineMode, Mapping[str, Bounds]]
 
     @classmethod
-    def of(
+    def from_model(
         cls, name: str, exported: onnx.ModelProto, bounds: Mapping[EngineMode, Mapping[str, Bounds]]
     ) -> "LintGraph":
         return cls(name, exported, inline(exported), bounds)
@@ -72,19 +72,19 @@ class LintGraph:
 
     @property
     def shape_error(self) -> str | None:
-        """Why they cannot be."""
+        """The reason why shapes cannot be inferred; None where they can."""
         return self._inference[1]
 
     @cached_property
     def dims(self) -> dict[str, Dims]:
-        """Of every value of the flat graph whose rank is known."""
+        """The dimensions of every value of the flat graph whose rank is known."""
         graph = self.inferred.graph
-        found: dict[str, Dims] = {i.name: tuple(i.dims) for i in graph.initializer}
+        dims: dict[str, Dims] = {i.name: tuple(i.dims) for i in graph.initializer}
         for value in (*graph.input, *graph.value_info, *graph.output):
             tensor = value.type.tensor_type
             if tensor.HasField("shape"):
-                found[value.name] = tuple(d.dim_param or d.dim_value for d in tensor.shape.dim)
-        return found
+                dims[value.name] = tuple(d.dim_param or d.dim_value for d in tensor.shape.dim)
+        return dims
 
     @cached_property
     def weights(self) -> dict[str, int]:
@@ -98,8 +98,8 @@ class LintGraph:
     @cached_property
     def products(self) -> tuple[MatrixProduct, ...]:
         """Every matrix product of the flat graph that reads one weight."""
-        found = (self._product(n) for n in self.flat.graph.node if n.op_type in ("MatMul", "Gemm"))
-        return tuple(product for product in found if product)
+        nodes = (node for node in self.flat.graph.node if node.op_type in ("MatMul", "Gemm"))
+        return tuple(product for node in nodes if (product := self._product(node)))
 
     def readers(self, value: str) -> list[NodeProto]:
         return [node for node in self.flat.graph.node if value in node.input]
@@ -112,10 +112,10 @@ class LintGraph:
             value = node.input[0]
         return value, tuple(via)
 
-    def finding(self, rule: str, node: NodeProto | str, found: str, consequence: str) -> Finding:
+    def finding(self, rule: str, node: NodeProto | str, fault: str, consequence: str) -> Finding:
         """node: of the flat graph, or what to call it."""
         name = node if isinstance(node, str) else self._owners.get(node.output[0], node.name)
-        return Finding(rule, self.name, name, found, consequence)
+        return Finding(rule, self.name, name, fault, consequence)
 
     @cached_property
     def _inference(self) -> tuple[onnx.ModelProto, str | None]:
@@ -137,7 +137,7 @@ class LintGraph:
 
     @cached_property
     def _owners(self) -> dict[str, str]:
-        """By a flat node's first output: the exported node that it is, or is part of."""
+        """The exported node that a flat node is, or is part of, by the flat one's first output."""
         sizes = {(f.domain, f.name): len(f.node) for f in self.exported.functions}
         owners: dict[str, str] = {}
         flat: Iterator[NodeProto] = iter(self.flat.graph.node)

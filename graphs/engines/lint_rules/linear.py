@@ -24,8 +24,7 @@ def two_dimensional_activations(graph: LintGraph) -> Iterator[Finding]:
             yield graph.finding(
                 "2-D linear activations",
                 product.node,
-                f"{product.weight} multiplies an activation of {rank} dimensions, 2 expected "
-                "([tokens, in])",
+                f"{product.weight}: expected an activation [tokens, in], got {rank} dimensions",
                 f"the whole matrix, {size:.1f} MB, is copied at every run (measured for one of "
                 "58.7 MB in K2's dense block: 72.3 MB of scratch instead of 13.6 MB)",
             )
@@ -50,31 +49,37 @@ def fp8_weights_per_channel(graph: LintGraph) -> Iterator[Finding]:
                 f"{value.name}: {fault}",
                 f"the matrix, {graph.weights[value.name] / 1e6:.1f} MB, is rewritten at every run "
                 "(measured for one of 33.6 MB: 41.7 MB of scratch where it is transposed, 75 MB "
-                "where its scales are of blocks, instead of 8.2 MB)",
+                "where it has scale blocks, instead of 8.2 MB)",
             )
 
 
 def _form_fault(graph: LintGraph, weight: str, reader: NodeProto) -> str | None:
     if reader.op_type != "DequantizeLinear":
-        return f"read by {reader.op_type}, DequantizeLinear expected"
+        return f"expected DequantizeLinear to read it, got {reader.op_type}"
     attributes = _attributes(reader)
     dims, scale = graph.dims[weight], graph.dims.get(reader.input[1])
     if len(dims) != 2:
-        return f"{len(dims)} dimensions, [in, out] expected"
+        return f"expected [in, out], got {len(dims)} dimensions"
     if attributes.get("block_size"):
-        return f"scales of blocks of {attributes['block_size']}, one an output channel expected"
+        return (
+            f"expected one scale an output channel, got scale blocks of {attributes['block_size']}"
+        )
     if scale is not None and scale != dims[1:]:
-        return f"scale {list(scale)}, {list(dims[1:])} expected: one an output channel"
+        return f"expected scale {list(dims[1:])}, one an output channel, got {list(scale)}"
     axis = attributes.get("axis", 1)
-    return None if axis in (1, -1) else f"dequantised along axis {axis}, 1 expected: [in, out]"
+    return (
+        None
+        if axis in (1, -1)
+        else f"expected dequantisation along axis 1 of [in, out], got axis {axis}"
+    )
 
 
 def _product_fault(product: MatrixProduct) -> str | None:
     between = [n.op_type for n in product.via if n.op_type != "DequantizeLinear"]
     if between:
-        return f"{', '.join(between)} between the matrix and its product, nothing expected"
+        return f"expected nothing between the matrix and its product, got {', '.join(between)}"
     if _attributes(product.node).get("transB"):
-        return "transposed by its product, [in, out] expected"
+        return "expected [in, out], got a product that transposes it"
     return None
 
 
@@ -89,7 +94,7 @@ def unshared_quantisation(graph: LintGraph) -> Iterator[Finding]:
             yield graph.finding(
                 "no shared Q/DQ",
                 products[1].node,
-                f"{root} is quantised for {len(products)} products, 1 expected: "
+                f"{root}: expected 1 product of the quantised activation, got {len(products)}: "
                 f"{', '.join(p.weight for p in products)}",
                 "the matrices are concatenated at every run (measured for K2's experts: 128 MB of "
                 "scratch instead of 8.9 MB for two, 520 MB for eight); fuse them at packing, or "
@@ -98,7 +103,7 @@ def unshared_quantisation(graph: LintGraph) -> Iterator[Finding]:
 
 
 def _quantised(graph: LintGraph, activation: str) -> str | None:
-    """What a product's activation was before its scale and its quantisation."""
+    """The value that a product's activation was before its scale and its quantisation."""
     value, via = graph.source(activation)
     if not any(node.op_type == "DequantizeLinear" for node in via):
         return None
@@ -121,8 +126,8 @@ def no_profile_of_one_row(graph: LintGraph) -> Iterator[Finding]:
             yield graph.finding(
                 "no profile of one row",
                 fixed[0].node,
-                f"{mode} is fixed at one row of {fixed[0].activation}, a range up to 2 or more "
-                "expected",
+                f"{mode}: expected a range up to 2 rows of {fixed[0].activation} or more, got one "
+                "row",
                 "the weights are re-laid out at every run (measured for K2's dense block: 25.6 MB "
                 "of scratch instead of 9.6 MB at FP8, 966 MB instead of 14 MB at 16 bits)",
             )

@@ -1,4 +1,4 @@
-"""What TensorRT's parser refuses, or takes for something else."""
+"""Rules on graphs that TensorRT's parser refuses, or takes for something else."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ def custom_op_names(graph: LintGraph) -> Iterator[Finding]:
             yield graph.finding(
                 "custom op names",
                 f"{node.name} ({node.op_type})",
-                f"{node.domain}::{node.op_type} is named like a standard operator, a name of its "
-                "own expected",
+                f"expected a name of its own, got {node.domain}::{node.op_type}, named like a "
+                "standard operator",
                 "TensorRT's parser picks an importer by the name alone, and the op's body is lost",
             )
 
@@ -36,7 +36,7 @@ def scatter_without_reduction(graph: LintGraph) -> Iterator[Finding]:
             yield graph.finding(
                 "ScatterND without reduction",
                 node,
-                f"reduction {reduction}, none expected: Gather, Add, then ScatterND",
+                f"expected no reduction, got {reduction}: use Gather, Add, then ScatterND",
                 "TensorRT refuses the graph",
             )
 
@@ -49,7 +49,7 @@ def unique_node_names(graph: LintGraph) -> Iterator[Finding]:
             yield graph.finding(
                 "unique node names",
                 name or "nodes without a name",
-                f"{count} nodes of this name after inlining, 1 expected",
+                f"expected 1 node of this name after inlining, got {count}",
                 "TensorRT's parser names layers by node, and fails",
             )
 
@@ -63,4 +63,4 @@ def shaped_values(graph: LintGraph) -> Iterator[Finding]:
         return
     for value in unshaped(graph.inferred):
         node = graph.producers[value]
-        yield graph.finding(rule, node, f"{value} has no shape, a rank expected", consequence)
+        yield graph.finding(rule, node, f"{value}: expected a shape, got none", consequence)

@@ -270,5 +270,7 @@ def test_verifying_a_build_names_the_file_and_tensor_that_changed(copy: Path) ->
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(BuildError, match=r"layer_002.safetensors: experts\.7\.down\.\w+: expected sha256"):
+    with pytest.raises(
+        BuildError, match=r"layer_002.safetensors: experts\.7\.down\.\w+: expected sha256"
+    ):
         CliRunner().invoke(app, ["verify", str(copy)], catch_exceptions=False)

@@ -97,7 +97,7 @@ def test_k2_checkpoint_bytes(figures: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_block_is_the_tensors_of_its_checkpoint(raw: dict[str, Any], kind: BlockType) -> None:
     config = ModelConfig.from_dict(raw)
-    account = Account.of(config)
+    account = Account.from_config(config)
     layer = 0 if kind == "dense" else config.first_k_dense_replace
     tensors = layer_tensors(config, layer)
     block = account.figures(account.blocks[kind])
@@ -132,7 +132,7 @@ def int4_bytes(name: str, shape: tuple[int, ...]) -> int:
 def test_the_model_is_the_tensors_of_its_checkpoint() -> None:
     config = ModelConfig.from_dict(RAGGED)
     total = sum(map(math.prod, expected_tensors(config).values()))
-    assert Account.of(config).model.parameters == total
+    assert Account.from_config(config).model.parameters == total
 
 
 @CONFIGS
@@ -144,7 +144,7 @@ def test_packed_bytes_are_those_the_graphs_read(raw: dict[str, Any], precision: 
             weight_bytes(m(config, form).parameters()) for m in (DenseBlock, MoEBlock, Head)
         )
         expert = weight_bytes(Experts(config, form).parameters()) // EXPERT_SLOTS
-    account = Account.of(config)
+    account = Account.from_config(config)
     expected = {"dense": dense, "moe": moe + expert * config.n_routed_experts}
     for kind, components in account.blocks.items():
         assert account.figures(components).packed_bytes[precision] == expected[kind]

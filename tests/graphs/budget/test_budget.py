@@ -82,12 +82,14 @@ def test_many_tokens_read_every_expert_and_one_token_its_own(spec: BuildSpec) ->
 def test_a_step_of_the_model_is_the_sum_of_its_layers(spec: BuildSpec) -> None:
     config, sizes = spec.config, {"batch": 2, "tokens": 1, "cached": 5}
 
-    def of(graph: GraphName) -> Traffic:
+    def traffic(graph: GraphName) -> Traffic:
         return graph_traffic(config, graph, spec.precision, **sizes)
 
     whole = chain_traffic(config, spec.precision, **sizes)
     dense, moe = config.count("dense"), config.count("moe")
-    parts = [of("dense")] * dense + [of("moe"), of("experts")] * moe + [of("head")]
+    parts = (
+        [traffic("dense")] * dense + [traffic("moe"), traffic("experts")] * moe + [traffic("head")]
+    )
     assert whole.bytes == pytest.approx(sum(part.bytes for part in parts))
     for precision in whole.flops:
         assert whole.flops[precision] == pytest.approx(sum(p.flops[precision] for p in parts))
@@ -98,12 +100,12 @@ def test_a_step_of_the_model_is_the_sum_of_its_layers(spec: BuildSpec) -> None:
 def test_weights_in_memory_are_all_that_a_build_packs_but_the_embedding(spec: BuildSpec) -> None:
     layers = [list(spec.layer_tensors(i).values()) for i in range(spec.config.num_hidden_layers)]
     tables = [t for t in spec.graphs["dense"].inputs if t.kind == "table"]
-    found = memory(spec, Profile(batch=4, tokens=8, context=64))
-    assert found.layers == tuple(map(bytes_of, layers))
-    assert found.head == bytes_of(list(spec.graphs["head"].weights))
-    assert found.rope == bytes_of(tables)
+    sizes = memory(spec, Profile(batch=4, tokens=8, context=64))
+    assert sizes.layers == tuple(map(bytes_of, layers))
+    assert sizes.head == bytes_of(list(spec.graphs["head"].weights))
+    assert sizes.rope == bytes_of(tables)
     width = spec.config.cache_width * (4 if spec.precision == "fp32" else 2)
-    assert found.cache_of_all_layers == len(layers) * 4 * 64 * width
+    assert sizes.cache_of_all_layers == len(layers) * 4 * 64 * width
 
 
 @pytest.mark.parametrize(
@@ -112,17 +114,17 @@ def test_weights_in_memory_are_all_that_a_build_packs_but_the_embedding(spec: Bu
 )
 def test_cards_take_whole_layers_in_turn(room: int, whole: int | None, split: int) -> None:
     """Four layers of 10 with 1 of cache each, then a head of 3; 5 of scratch and 2 of tables."""
-    found = Memory((10, 10, 10, 10), head=3, cache=1, scratch=5, rope=2)
+    sizes = Memory((10, 10, 10, 10), head=3, cache=1, scratch=5, rope=2)
     gpu = dataclasses.replace(H200, memory=room + 7)
-    assert cards_of_whole_layers(found, gpu) == whole
-    assert cards_split_evenly(found, gpu) == split
-    assert cards_split_evenly(found, dataclasses.replace(H200, memory=7)) is None
+    assert cards_of_whole_layers(sizes, gpu) == whole
+    assert cards_split_evenly(sizes, gpu) == split
+    assert cards_split_evenly(sizes, dataclasses.replace(H200, memory=7)) is None
 
 
 def test_gpus_are_found_however_they_are_written() -> None:
     for name in ("rtx-pro-6000", "RTX PRO 6000", "RTX_Pro_6000", "rtxpro6000"):
         assert find_gpu(name) is GPUS["rtx-pro-6000"]
-    with pytest.raises(UnknownGpuError, match=r"GPU 'rtx-6000': unknown; there are h100, h200, "):
+    with pytest.raises(UnknownGpuError, match=r"GPU: expected one of h100, .*, got 'rtx-6000'"):
         find_gpu("rtx-6000")
 
 
@@ -149,9 +151,9 @@ def run(*arguments: str) -> str:
 
 
 def test_json_holds_memory_cards_steps_and_sequences() -> None:
-    found = json.loads(run("k2", "--gpu", "h200", "--gpu", "rtx-5090", "--json"))
-    assert found["gpus"]["h200"]["memory"] == 141 * 10**9
-    k2 = found["models"]["k2"]
+    figures = json.loads(run("k2", "--gpu", "h200", "--gpu", "rtx-5090", "--json"))
+    assert figures["gpus"]["h200"]["memory"] == 141 * 10**9
+    k2 = figures["models"]["k2"]
     assert k2["memory"]["cards"]["h200"] == {"whole_layers": 8, "split_evenly": 8}
     assert k2["memory"]["cards"]["rtx-5090"] == {"whole_layers": 60, "split_evenly": 33}
     assert k2["memory"]["cache"] == 8 * 4096 * 70_272
@@ -190,14 +192,14 @@ def test_the_readme_shows_what_the_command_prints() -> None:
 def test_a_config_file_is_taken_too(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_config()), encoding="utf-8")
-    found = json.loads(run(str(path), "--precision", "fp32", "--batch", "2", "--json"))
-    assert found["models"][str(path)]["profile"] == {"batch": 2, "tokens": 128, "context": 4096}
+    figures = json.loads(run(str(path), "--precision", "fp32", "--batch", "2", "--json"))
+    assert figures["models"][str(path)]["profile"] == {"batch": 2, "tokens": 128, "context": 4096}
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--gpu", "abacus"], "GPU 'abacus': unknown"),
+        (["--gpu", "abacus"], "got 'abacus'"),
         (["k3"], "no such preset"),
         (["k2", "--tokens", "1"], "tokens: expected at least 2, got 1"),
     ],

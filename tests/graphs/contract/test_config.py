@@ -184,8 +184,8 @@ def test_fields_that_contradict_each_other_are_refused(
 
 
 REFUSED_ROPE: list[tuple[str, Any, str]] = [
-    ("type", "linear", "'default', 'yarn'"),
-    ("rope_type", "dynamic", "'default', 'yarn'"),
+    ("type", "linear", "'default' or 'yarn'"),
+    ("rope_type", "dynamic", "'default' or 'yarn'"),
     ("attention_factor", 1.5, "not a known key"),
     ("factor", 0.5, "a number of at least 1"),
     ("factor", NAN, "a number"),
@@ -396,12 +396,13 @@ def test_the_gate_is_what_the_models_own_class_would_set() -> None:
     said = {"scoring_func": "softmax", "topk_method": "group_limited_greedy"}
     assert gate(model_type="deepseek_v3", **said) == tuple(said.values())
     assert gate(model_type="of_tomorrow", **said) == tuple(said.values())
-    for kind in ("of_tomorrow", None, []):
+    kinds: tuple[Any, ...] = ("of_tomorrow", None, [])
+    for kind in kinds:
         for missing in said:
-            given = {k: v for k, v in said.items() if k != missing}
+            stated = {k: v for k, v in said.items() if k != missing}
             pattern = rf"^{missing}: missing, .* model_type {re.escape(repr(kind))}"
             with pytest.raises(ConfigError, match=pattern):
-                gate(model_type=kind, **given)
+                gate(model_type=kind, **stated)
 
 
 def test_what_follows_from_the_gates_method() -> None:

@@ -109,8 +109,8 @@ FIELDS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("field", FIELDS)
 def test_what_tells_the_models_apart(field: str) -> None:
     usual, others = FIELDS[field]
-    found = {name: getattr(load_config(name), field) for name in NAMES}
-    assert found == {name: others.get(name, usual) for name in NAMES}
+    values = {name: getattr(load_config(name), field) for name in NAMES}
+    assert values == {name: others.get(name, usual) for name in NAMES}
 
 
 def test_the_quantisation_of_each() -> None:
@@ -148,8 +148,8 @@ ROPE: dict[str, tuple[tuple[float, ...], tuple[int, int]]] = {
 @EACH
 def test_rope_settings_and_the_pairs_that_yarn_keeps_and_divides(name: str) -> None:
     rope, (settings, (low, high)) = load_config(name).rope, ROPE[name]
-    found = (rope.rope_theta, rope.factor, rope.beta_fast, rope.mscale, rope.mscale_all_dim)
-    assert found == settings and rope.beta_slow == 1
+    values = (rope.rope_theta, rope.factor, rope.beta_fast, rope.mscale, rope.mscale_all_dim)
+    assert values == settings and rope.beta_slow == 1
     assert rope.original_max_position_embeddings == 4096 and rope.table_multiplier == 1.0
     plain = rope.rope_theta ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)
     share = inverse_frequencies(rope, 64).double() / plain
@@ -180,12 +180,12 @@ PARAMETERS |= {"moonlight": 15_960_110_208, "deepseek-v2-lite": 15_706_484_224}
 @EACH
 def test_parameters(name: str) -> None:
     """Without DeepSeek-V3's layer for predicting a second token, which is not run."""
-    assert Account.of(load_config(name)).model.parameters == PARAMETERS[name]
+    assert Account.from_config(load_config(name)).model.parameters == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", ["k2-thinking", "k2.5"])
 def test_int4_checkpoint_bytes(name: str) -> None:
-    account = Account.of(load_config(name))
+    account = Account.from_config(load_config(name))
     experts = [c for c in account.blocks["moe"] if c.name == "routed experts"]
     parts = (experts, account.blocks["moe"], account.blocks["dense"])
     sizes = [account.figures(part).int4_checkpoint_bytes for part in parts]
@@ -195,6 +195,6 @@ def test_int4_checkpoint_bytes(name: str) -> None:
 
 
 def test_what_is_not_quantised_has_neither_size() -> None:
-    model = Account.of(load_config("moonlight")).model
+    model = Account.from_config(load_config("moonlight")).model
     assert (model.fp8_checkpoint_bytes, model.int4_checkpoint_bytes) == (None, None)
     assert model.bf16_checkpoint_bytes == 2 * PARAMETERS["moonlight"] + 26 * 64 * 2

@@ -54,9 +54,9 @@ def test_every_type_comes_back_bit_for_bit(path: Path) -> None:
     assert METADATA.items() <= file.metadata.items()
     assert list(file.tensors) == list(arrays())  # fillers are not shown
     for name, expected in arrays().items():
-        found = file[name]
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
-        assert bytes_of(found) == bytes_of(expected), name
+        array = file[name]
+        assert (array.dtype, array.shape) == (expected.dtype, expected.shape), name
+        assert bytes_of(array) == bytes_of(expected), name
 
 
 def test_every_tensor_starts_on_a_256_byte_boundary_of_the_file(path: Path) -> None:
@@ -82,8 +82,8 @@ def test_safetensors_own_reader_reads_it(path: Path) -> None:
         assert file.metadata().keys() == {*METADATA, CHECKSUMS}
         assert set(arrays()) == {name for name in file.keys() if not name.startswith("_fill_")}  # noqa: SIM118
         assert np.array_equal(file.get_tensor("long").numpy(), arrays()["long"])
-        found = file.get_tensor("float8e4m3fn").view(dtype=file.get_tensor("_fill_0").dtype)
-        assert bytes_of(found.numpy()) == bytes_of(arrays()["float8e4m3fn"])
+        tensor = file.get_tensor("float8e4m3fn").view(dtype=file.get_tensor("_fill_0").dtype)
+        assert bytes_of(tensor.numpy()) == bytes_of(arrays()["float8e4m3fn"])
 
 
 def test_the_same_tensors_give_the_same_bytes_and_a_readable_file(path: Path) -> None:
@@ -120,8 +120,8 @@ def test_an_absent_file_is_refused(tmp_path: Path) -> None:
 def test_a_file_of_another_build_is_refused(path: Path) -> None:
     TensorFile.open(path, {"precision": "fp8"})
     for key, value in {"precision": "bf16", "content": "layer 4", "new": "x"}.items():
-        found = METADATA.get(key)
-        with pytest.raises(BuildError, match=f"{path}: {key}: expected '{value}', got {found!r}"):
+        stored = METADATA.get(key)
+        with pytest.raises(BuildError, match=f"{path}: {key}: expected '{value}', got {stored!r}"):
             TensorFile.open(path, METADATA | {key: value})
 
 

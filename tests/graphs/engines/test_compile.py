@@ -42,17 +42,17 @@ BARS_OF_128_HEADS: dict[EngineMode, dict[GraphName, int]] = {
 def over_the_bars(
     manifest: Manifest, activation_bars: dict[EngineMode, dict[GraphName, int]] = ACTIVATION_BARS
 ) -> list[str]:
-    found = []
+    over = []
     for graph, engine in manifest.engines.items():
         if engine.bytes >= ENGINE_BAR:
-            found.append(f"{graph}: engine of {engine.bytes:,} bytes")
+            over.append(f"{graph}: engine of {engine.bytes:,} bytes")
         if engine.peak_resident_bytes >= MEMORY_BAR:
-            found.append(f"{graph}: {engine.peak_resident_bytes:,} bytes resident")
+            over.append(f"{graph}: {engine.peak_resident_bytes:,} bytes resident")
         for mode in ENGINE_MODES:
             size = engine.activation_bytes[mode]
             if size is None or size > activation_bars[mode][graph]:
-                found.append(f"{graph}: {mode} activation of {size} bytes")
-    return found
+                over.append(f"{graph}: {mode} activation of {size} bytes")
+    return over
 
 
 @pytest.fixture(scope="module")
@@ -134,15 +134,15 @@ def test_a_copied_weight_breaks_the_budget_and_is_named(
     assert before is not None and after is not None
     assert after - before >= 0.99 * 8192 * 7168  # the FP8 matrix, but for scratch that it shares
     spec = BuildSpec.load(build)
-    found = excesses(spec, "dense", planted.engines["dense"], planted.profile)
-    assert [excess.mode for excess in found] == ["decode", "prefill"]
-    for excess in found:
+    over_budget = excesses(spec, "dense", planted.engines["dense"], planted.profile)
+    assert [excess.mode for excess in over_budget] == ["decode", "prefill"]
+    for excess in over_budget:
         assert str(excess).endswith("likely copied at every run: attention.o.weight (58.7 MB)")
     monkeypatch.setattr("graphs.commands.compile.compile_build", lambda *_: planted)
     result = CliRunner().invoke(app, ["compile", str(build), "--target", TARGET])
     assert result.exit_code == 0
     assert [line for line in result.output.splitlines() if "warning" in line] == [
-        f"warning: {excess}" for excess in found
+        f"warning: {excess}" for excess in over_budget
     ]
     for graph in ("moe", "experts", "head"):
         assert excesses(spec, graph, planted.engines[graph], planted.profile) == []
@@ -234,12 +234,12 @@ def test_a_failed_compile_changes_nothing(
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("sm86", "sm86: fp8 needs sm89 or later"),
-        ("sm90", "sm90: the compiler rtx builds for .*; use the compiler tensorrt"),
-        ("sm100", "sm100: .*; use the compiler tensorrt"),
-        ("sm42", "sm42: the compiler rtx builds for sm75, sm80, sm86, sm89, sm120, sm121$"),
-        ("hopper", "'hopper': unknown; supported: auto, sm75"),
-        ("120", "'120': unknown; supported: auto, sm75"),
+        ("sm86", "target: expected sm89 or later for fp8, got sm86"),
+        ("sm90", "expected .* with the compiler rtx, got sm90; use the compiler tensorrt"),
+        ("sm100", "got sm100; use the compiler tensorrt"),
+        ("sm42", "one of sm75, sm80, sm86, sm89, sm120, sm121 with the compiler rtx, got sm42$"),
+        ("hopper", "target: expected auto or one of sm75, .*, got 'hopper'"),
+        ("120", "target: expected auto or one of sm75, .*, got '120'"),
     ],
 )
 def test_targets_refused(exported: Path, target: str, message: str) -> None:
@@ -250,20 +250,20 @@ def test_targets_refused(exported: Path, target: str, message: str) -> None:
 def test_targets_of_other_precisions() -> None:
     assert resolve_target("sm75", "rtx", "fp32") == 75
     assert resolve_target("sm80", "rtx", "bf16") == 80
-    with pytest.raises(CompileError, match="sm75: bf16 needs sm80"):
+    with pytest.raises(CompileError, match="target: expected sm80 or later for bf16, got sm75"):
         resolve_target("sm75", "rtx", "bf16")
 
 
 def test_auto_is_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphs.engines.targets._gpu", lambda: None)
     assert resolve_target("auto", "rtx", "fp8") == 120
-    with pytest.raises(CompileError, match=r"and there is none; .* use the compiler rtx"):
+    with pytest.raises(CompileError, match=r"expected a GPU .*, got none; .* use the compiler rtx"):
         resolve_target("auto", "tensorrt", "fp8")
     monkeypatch.setattr("graphs.engines.targets._gpu", lambda: 90)
     assert resolve_target("auto", "tensorrt", "fp8") == 90
-    with pytest.raises(CompileError, match=r"sm90: .*; use the compiler tensorrt"):
+    with pytest.raises(CompileError, match="got sm90; use the compiler tensorrt"):
         resolve_target("auto", "rtx", "fp8")
-    with pytest.raises(CompileError, match=r"sm100: tensorrt builds for .* found sm90"):
+    with pytest.raises(CompileError, match=r"target: expected sm90, .* got sm100"):
         resolve_target("sm100", "tensorrt", "fp8")
 
 
@@ -272,7 +272,7 @@ def test_auto_is_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (Profile(tokens=1), GRAPHS, "tokens: expected at least 2, got 1"),
         (Profile(batch=0), GRAPHS, "batch: expected at least 1, got 0"),
-        (Profile(), ["attention"], "'attention': unknown; there are dense, moe"),
+        (Profile(), ["attention"], "graph: expected one of dense, moe, .*, got 'attention'"),
     ],
 )
 def test_requests_refused(
@@ -287,10 +287,10 @@ def test_a_build_folder_that_is_not_whole(build: Path, tmp_path: Path) -> None:
         compile_build(tmp_path, TARGET)
     with (build / "onnx/moe.onnx").open("ab") as file:
         file.write(b"\0")
-    with pytest.raises(BuildError, match=r"moe\.onnx: sha256 .* expected"):
+    with pytest.raises(BuildError, match=r"moe\.onnx: expected sha256"):
         compile_build(build, TARGET)
     replace_graph(build, "moe", b"\xff" * 100)
-    with pytest.raises(BuildError, match="moe: an ONNX file expected, found other bytes"):
+    with pytest.raises(BuildError, match="moe: expected an ONNX file, got other bytes"):
         compile_build(build, TARGET)
     (build / "spec.json").write_text("{}", "utf-8")
     with pytest.raises(BuildError, match="damaged or incomplete"):
@@ -332,7 +332,7 @@ def test_importing_graphs_imports_no_compiler() -> None:
 
 
 def test_one_module_imports_the_compilers() -> None:
-    found = [
+    importers = [
         str(path.relative_to(ROOT))
         for package in ("export", "graphs", "runtime")
         for path in (ROOT / package).rglob("*.py")
@@ -342,15 +342,15 @@ def test_one_module_imports_the_compilers() -> None:
             re.MULTILINE,
         )
     ]
-    assert found == ["graphs/engines/tensorrt.py"]
+    assert importers == ["graphs/engines/tensorrt.py"]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    with pytest.raises(TensorRTError, match=r"tensorrt: .*pip install 'kimi-trt\[tensorrt\]'"):
+    with pytest.raises(TensorRTError, match=r"tensorrt: .*pip install '\.\[tensorrt\]'"):
         load_tensorrt("tensorrt")
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-    with pytest.raises(TensorRTError, match=r"tensorrt_rtx: .*pip install tensorrt-rtx"):
+    with pytest.raises(TensorRTError, match=r"tensorrt_rtx: .*pip install '\.\[compile\]'"):
         load_tensorrt("rtx")
 
 

@@ -66,9 +66,9 @@ def test_models_with_the_same_figures_share_their_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"precision": "bf16"}, "one precision expected, found bf16, fp8"),
-        ({"tokens": 64}, "one profile expected, found b8t128c4096, b8t64c4096"),
-        ({"compiler": "tensorrt"}, "one compiler expected, found rtx, tensorrt"),
+        ({"precision": "bf16"}, "expected one precision, got bf16, fp8"),
+        ({"tokens": 64}, "expected one profile, got b8t128c4096, b8t64c4096"),
+        ({"compiler": "tensorrt"}, "expected one compiler, got rtx, tensorrt"),
     ],
 )
 def test_engines_that_cannot_be_compared_are_refused(
@@ -82,7 +82,7 @@ def test_engines_that_cannot_be_compared_are_refused(
 
 
 def test_what_is_no_manifest_of_a_build_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"manifest\.json expected, found another path"):
+    with pytest.raises(ValueError, match=r"path: expected .*manifest\.json, got .*engines\.json"):
         engine_table([tmp_path / "engines.json"])
     with pytest.raises(ValueError, match=r"no manifest\.json; make it with"):
         engine_table([tmp_path / "one" / "fp8" / "rtx" / "manifest.json"])

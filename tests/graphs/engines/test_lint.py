@@ -53,12 +53,12 @@ def findings(build: Path, name: GraphName, surgery: Surgery) -> list[Finding]:
     surgery(model)
     spec = BuildSpec.load(build).graphs[name]
     bounds = {mode: input_bounds(spec, mode, Profile()) for mode in ENGINE_MODES}
-    return lint_graph(LintGraph.of(name, model, bounds))
+    return lint_graph(LintGraph.from_model(name, model, bounds))
 
 
-def only(found: list[Finding]) -> Finding:
-    assert len(found) == 1, [str(f) for f in found]
-    return found[0]
+def only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, [str(f) for f in findings]
+    return findings[0]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -71,14 +71,16 @@ def test_every_rule_is_in_the_order_once() -> None:
 
 
 def test_a_linear_layer_that_reads_3_dimensions(nano: Build) -> None:
-    found = only(
+    finding = only(
         findings(nano("fp8"), "dense", lambda model: read_in_3d(model, "attention.o.weight"))
     )
     linear = node_of(exported(nano("fp8"), "dense"), "FP8Linear", "attention.o.weight")
-    assert found.rule == "2-D linear activations"
-    assert (found.graph, found.node) == ("dense", f"{linear.name} (FP8Linear)")
-    assert found.found.startswith("attention.o.weight multiplies an activation of 3 dimensions")
-    assert "the whole matrix, 0.1 MB, is copied at every run" in found.consequence
+    assert finding.rule == "2-D linear activations"
+    assert (finding.graph, finding.node) == ("dense", f"{linear.name} (FP8Linear)")
+    assert finding.fault.startswith(
+        "attention.o.weight: expected an activation [tokens, in], got 3 dim"
+    )
+    assert "the whole matrix, 0.1 MB, is copied at every run" in finding.consequence
 
 
 def test_a_16_bit_linear_layer_that_reads_3_dimensions(nano: Build) -> None:
@@ -101,9 +103,9 @@ def test_a_16_bit_linear_layer_that_reads_3_dimensions(nano: Build) -> None:
         )
         model.graph.node.remove(gemm)
 
-    found = only(findings(nano("bf16"), "head", surgery))
-    assert (found.rule, found.node) == ("2-D linear activations", "product (MatMul)")
-    assert "lm_head.weight" in found.found and "is copied" in found.consequence
+    finding = only(findings(nano("bf16"), "head", surgery))
+    assert (finding.rule, finding.node) == ("2-D linear activations", "product (MatMul)")
+    assert "lm_head.weight" in finding.fault and "is copied" in finding.consequence
 
 
 def stored_out_in(model: onnx.ModelProto) -> None:
@@ -141,10 +143,18 @@ BLOCKED = "DequantizeLinear<axis = 0, block_size = 32, output_dtype = 16>(weight
 
 
 @pytest.mark.parametrize(
-    ("surgery", "node", "found"),
+    ("surgery", "node", "fault"),
     [
-        (stored_out_in, "t (Transpose)", "attention.o.weight: read by Transpose, Dequ"),
-        (in_blocks_of_32, "(FP8Linear)", "attention.qkv_a.weight: scales of blocks of 32"),
+        (
+            stored_out_in,
+            "t (Transpose)",
+            "attention.o.weight: expected DequantizeLinear to read it, got Transpose",
+        ),
+        (
+            in_blocks_of_32,
+            "(FP8Linear)",
+            "attention.qkv_a.weight: expected one scale an output channel, got scale blocks of 32",
+        ),
         (
             lambda model: change_body(
                 model,
@@ -157,20 +167,20 @@ BLOCKED = "DequantizeLinear<axis = 0, block_size = 32, output_dtype = 16>(weight
                 ),
             ),
             "(FP8Linear)",
-            "attention.qkv_a.weight: Transpose, Transpose between the matrix and its product",
+            "attention.qkv_a.weight: expected nothing between the matrix and its product, got Tr",
         ),
     ],
 )
 def test_an_fp8_weight_of_another_form(
-    nano: Build, surgery: Surgery, node: str, found: str
+    nano: Build, surgery: Surgery, node: str, fault: str
 ) -> None:
     every = findings(nano("fp8"), "dense", surgery)
     assert {f.rule for f in every} == {"FP8 weights [in, out] per channel"}
-    assert every[0].node.endswith(node) and every[0].found.startswith(found)
+    assert every[0].node.endswith(node) and every[0].fault.startswith(fault)
     assert "is rewritten at every run" in every[0].consequence
 
 
-FP8_PRODUCT = """g (bfloat16[M,K] x, float8e4m3fn[{weight}] w__weight, float[{scale}] w__scale)
+FP8_PRODUCT = """g (bfloat16[M,in] x, float8e4m3fn[{weight}] w__weight, float[{scale}] w__scale)
     => (bfloat16[{y}] y)
     {{ one = Constant<value_float = 1.0>()
        wide = Cast<to = 1>(x)
@@ -181,19 +191,24 @@ FP8_PRODUCT = """g (bfloat16[M,K] x, float8e4m3fn[{weight}] w__weight, float[{sc
 
 
 @pytest.mark.parametrize(
-    ("weight", "scale", "axis", "found"),
+    ("weight", "scale", "axis", "fault"),
     [
         ("8,16", "16", 1, None),
-        ("8,16", "8", 0, "w.weight: scale [8], [16] expected: one an output channel"),
-        ("16,16", "16", 0, "w.weight: dequantised along axis 0, 1 expected: [in, out]"),
-        ("3,8,16", "8", 1, "w.weight: 3 dimensions, [in, out] expected"),
+        ("8,16", "8", 0, "w.weight: expected scale [16], one an output channel, got [8]"),
+        (
+            "16,16",
+            "16",
+            0,
+            "w.weight: expected dequantisation along axis 1 of [in, out], got axis 0",
+        ),
+        ("3,8,16", "8", 1, "w.weight: expected [in, out], got 3 dimensions"),
     ],
 )
-def test_the_forms_of_an_fp8_weight(weight: str, scale: str, axis: int, found: str | None) -> None:
+def test_the_forms_of_an_fp8_weight(weight: str, scale: str, axis: int, fault: str | None) -> None:
     y = "3,M,16" if weight.startswith("3") else "M,16"
     model = parse(FP8_PRODUCT.format(weight=weight, scale=scale, axis=axis, y=y))
-    every = lint_graph(LintGraph.of("g", model, {}))
-    assert [f.found for f in every if f.rule.startswith("FP8")] == ([found] if found else [])
+    every = lint_graph(LintGraph.from_model("g", model, {}))
+    assert [f.fault for f in every if f.rule.startswith("FP8")] == ([fault] if fault else [])
 
 
 def test_two_products_of_one_quantised_activation(nano: Build) -> None:
@@ -203,11 +218,11 @@ def test_two_products_of_one_quantised_activation(nano: Build) -> None:
         first = node_of(model, "FP8Linear", "slots.0.gate_up.weight")
         node_of(model, "FP8Linear", "slots.1.gate_up.weight").input[0] = first.input[0]
 
-    found = only(findings(nano("fp8"), "experts", surgery))
+    finding = only(findings(nano("fp8"), "experts", surgery))
     second = node_of(exported(nano("fp8"), "experts"), "FP8Linear", "slots.1.gate_up.weight")
-    assert (found.rule, found.node) == ("no shared Q/DQ", f"{second.name} (FP8Linear)")
-    assert found.found.endswith("slots.0.gate_up.weight, slots.1.gate_up.weight")
-    assert "concatenated at every run" in found.consequence
+    assert (finding.rule, finding.node) == ("no shared Q/DQ", f"{second.name} (FP8Linear)")
+    assert finding.fault.endswith("slots.0.gate_up.weight, slots.1.gate_up.weight")
+    assert "concatenated at every run" in finding.consequence
 
 
 def test_two_products_of_one_q_dq() -> None:
@@ -220,9 +235,11 @@ def test_two_products_of_one_q_dq() -> None:
         yv = MatMul(d, v)
         y = Add(yw, yv)""",
     )
-    found = only(lint_graph(LintGraph.of("g", parse(text), {})))
-    assert found.rule == "no shared Q/DQ"
-    assert found.found == "x is quantised for 2 products, 1 expected: w.weight, v.weight"
+    finding = only(lint_graph(LintGraph.from_model("g", parse(text), {})))
+    assert finding.rule == "no shared Q/DQ"
+    assert finding.fault == (
+        "x: expected 1 product of the quantised activation, got 2: w.weight, v.weight"
+    )
 
 
 def test_an_op_named_like_a_standard_one(nano: Build) -> None:
@@ -237,7 +254,7 @@ def test_an_op_named_like_a_standard_one(nano: Build) -> None:
     assert [f.rule for f in every] == ["custom op names"] * 2  # queries and key
     rope = node_of(exported(nano("fp8"), "dense"), "RoPE")
     assert every[0].node == f"{rope.name} (RotaryEmbedding)"
-    assert every[0].found.startswith("kimi::RotaryEmbedding is named like a standard operator")
+    assert every[0].fault.endswith("got kimi::RotaryEmbedding, named like a standard operator")
     assert "picks an importer by the name alone" in every[0].consequence
 
 
@@ -274,14 +291,14 @@ def returned(model: onnx.ModelProto) -> None:
 
 
 @pytest.mark.parametrize(
-    ("surgery", "node", "found"),
+    ("surgery", "node", "fault"),
     [
         (
             read_through(
                 helper.make_node("Slice", ["context", "zero", "all", "one"], ["part"], name="cut")
             ),
             "cut (Slice)",
-            "Slice reads context, MatMul expected",
+            "context: expected MatMul to read it, got Slice",
         ),
         (
             read_through(
@@ -289,19 +306,23 @@ def returned(model: onnx.ModelProto) -> None:
                 helper.make_node("Transpose", ["t"], ["back"], name="again", perm=[0, 2, 1]),
             ),
             "turn (Transpose)",
-            "Transpose reads context, MatMul expected",
+            "context: expected MatMul to read it, got Transpose",
         ),
-        (scatter, "scatter (TensorScatter)", "TensorScatter reads context, MatMul expected"),
-        (returned, "context", "context is an output, new rows alone expected"),
+        (
+            scatter,
+            "scatter (TensorScatter)",
+            "context: expected MatMul to read it, got TensorScatter",
+        ),
+        (returned, "context", "expected new rows alone as an output, got the whole cache"),
     ],
     ids=["slice", "transpose", "scatter", "output"],
 )
 def test_a_cache_that_is_not_only_read(
-    nano: Build, surgery: Surgery, node: str, found: str
+    nano: Build, surgery: Surgery, node: str, fault: str
 ) -> None:
     for name in ("dense", "moe"):
         broken = only(findings(nano("fp8"), name, surgery))
-        assert (broken.rule, broken.node, broken.found) == ("read-only cache", node, found)
+        assert (broken.rule, broken.node, broken.fault) == ("read-only cache", node, fault)
         assert "the valid cache is copied per layer and step" in broken.consequence
 
 
@@ -336,11 +357,14 @@ def test_keys_last_scores(nano: Build, precision: Precision, softmax: str, name:
             ),
         )
 
-    found = only(findings(nano(precision), "moe", surgery))
+    finding = only(findings(nano(precision), "moe", surgery))
     attention = node_of(exported(nano(precision), "moe"), "LatentAttention")
-    assert (found.rule, found.node) == ("keys-major scores", f"{attention.name} (LatentAttention)")
-    assert found.found.startswith(f"{name} over axis -1 of 4 dimensions, axis 1 of")
-    assert "scores and cache are re-laid out" in found.consequence
+    assert (finding.rule, finding.node) == (
+        "keys-major scores",
+        f"{attention.name} (LatentAttention)",
+    )
+    assert finding.fault.startswith(f"expected {name} over axis 1 of")
+    assert "scores and cache are re-laid out" in finding.consequence
 
 
 @pytest.mark.parametrize(
@@ -351,13 +375,16 @@ def test_keys_last_scores(nano: Build, precision: Precision, softmax: str, name:
     ],
 )
 def test_heads_inside_a_batch(nano: Build, weight: str, change: tuple[str, str]) -> None:
-    found = only(
+    finding = only(
         findings(nano("fp8"), "dense", lambda model: change_body(model, "LatentAttention", change))
     )
     attention = node_of(exported(nano("fp8"), "dense"), "LatentAttention")
-    assert (found.rule, found.node) == ("heads as the batch", f"{attention.name} (LatentAttention)")
-    assert found.found.startswith(f"attention.{weight} in a product of 4 by 3 dimensions")
-    assert "copied once a sequence" in found.consequence
+    assert (finding.rule, finding.node) == (
+        "heads as the batch",
+        f"{attention.name} (LatentAttention)",
+    )
+    assert finding.fault.endswith("got a product of 4 by 3 dimensions")
+    assert "copied once a sequence" in finding.consequence
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -370,49 +397,54 @@ def test_a_profile_of_one_row(nano: Build, precision: Precision, name: GraphName
     sizes |= {f"rows_{slot}": 1 for slot in range(8)}
     one = {t.name: (t.shape(sizes),) * 3 for t in spec.inputs if t.name in bounds["decode"]}
     model = exported(build, name)
-    found = only(lint_graph(LintGraph.of(name, model, bounds | {"decode": one})))
-    assert found.rule == "no profile of one row"
-    assert found.node.endswith(("(FP8Linear)", "(Gemm)"))
-    assert found.found.startswith("decode is fixed at one row")
-    assert "re-laid out at every run" in found.consequence
+    finding = only(lint_graph(LintGraph.from_model(name, model, bounds | {"decode": one})))
+    assert finding.rule == "no profile of one row"
+    assert finding.node.endswith(("(FP8Linear)", "(Gemm)"))
+    assert finding.fault.startswith("decode: expected a range up to 2 rows of ")
+    assert "re-laid out at every run" in finding.consequence
 
 
 def test_a_scatter_that_adds(nano: Build) -> None:
     def surgery(model: onnx.ModelProto) -> None:
         node_of(model, "ScatterND").attribute.append(helper.make_attribute("reduction", "add"))
 
-    found = only(findings(nano("fp8"), "experts", surgery))
+    finding = only(findings(nano("fp8"), "experts", surgery))
     node = node_of(exported(nano("fp8"), "experts"), "ScatterND")
-    assert (found.rule, found.node) == ("ScatterND without reduction", f"{node.name} (ScatterND)")
-    assert found.found.startswith("reduction add") and found.consequence.startswith("TensorRT ref")
+    assert (finding.rule, finding.node) == (
+        "ScatterND without reduction",
+        f"{node.name} (ScatterND)",
+    )
+    assert finding.fault.startswith(
+        "expected no reduction, got add"
+    ) and finding.consequence.startswith("TensorRT ref")
 
 
 def test_nodes_of_one_name(nano: Build) -> None:
     """Functions inlined without naming their nodes, as onnx does it."""
     model = exported(nano("fp8"), "dense")
     flat = onnx.inliner.inline_local_functions(model)
-    found = only(lint_graph(LintGraph("dense", model, flat, {})))
-    assert (found.rule, found.node) == ("unique node names", "nodes without a name")
-    assert "names layers by node, and fails" in found.consequence
+    finding = only(lint_graph(LintGraph("dense", model, flat, {})))
+    assert (finding.rule, finding.node) == ("unique node names", "nodes without a name")
+    assert "names layers by node, and fails" in finding.consequence
 
 
 def test_a_value_without_a_shape() -> None:
     model = parse("g (float[M,8] x) => (float[M,8] y) { h = kimi.Mystery(x)\n y = Neg(h) }")
-    found = only(lint_graph(LintGraph.of("g", model, {})))
-    assert found.rule == "shaped values"
-    assert "h" in found.found and "no rule on shapes can be checked" in found.consequence
+    finding = only(lint_graph(LintGraph.from_model("g", model, {})))
+    assert finding.rule == "shaped values"
+    assert "h" in finding.fault and "no rule on shapes can be checked" in finding.consequence
 
 
 def test_shapes_that_do_not_fit() -> None:
     text = """g (float[M,8] x, float[9,4] o__weight) => (float[M,4] y)
         { y = MatMul(x, o__weight) }"""
-    found = only(lint_graph(LintGraph.of("g", parse(text), {})))
-    assert (found.rule, found.node) == ("shaped values", "g")
-    assert "Incompatible dimensions" in found.found
+    finding = only(lint_graph(LintGraph.from_model("g", parse(text), {})))
+    assert (finding.rule, finding.node) == ("shaped values", "g")
+    assert "Incompatible dimensions" in finding.fault
 
 
 def test_a_file_that_is_not_onnx() -> None:
-    with pytest.raises(BuildError, match=r"head: an ONNX file expected.*export again"):
+    with pytest.raises(BuildError, match=r"head: expected an ONNX file, got.*export again"):
         lint_model("head", b"\xff" * 100, {})
 
 

@@ -90,10 +90,10 @@ def run_body(op: CustomOp, *inputs: Tensor, **attributes: Any) -> list[Tensor]:
     return [torch.from_numpy(array) for array in outputs.values()]
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> None:
+def close(result: Tensor, expected: Tensor, tolerance: float = 1e-6) -> None:
     """max|a−b| ≤ tolerance · max|b|."""
-    assert found.shape == expected.shape and torch.isfinite(found).all()
-    error, peak = (found - expected).abs().max(), expected.abs().max()
+    assert result.shape == expected.shape and torch.isfinite(result).all()
+    error, peak = (result - expected).abs().max(), expected.abs().max()
     assert error <= tolerance * peak, f"max error {float(error):.2e} of {float(peak):.2e}"
 
 
@@ -229,8 +229,8 @@ def test_latent_attention_equals_the_readable_absorbed_form() -> None:
         w_uv.transpose(1, 2).contiguous(),
         torch.arange(7, 11).expand(2, -1).contiguous(),
     ]
-    found = latent_attention.reference(*inputs, scale=CONFIG.softmax_scale)
-    close(found, taps["mix"], 2e-6)
+    mix = latent_attention.reference(*inputs, scale=CONFIG.softmax_scale)
+    close(mix, taps["mix"], 2e-6)
     close(run_body(latent_attention, *inputs, scale=CONFIG.softmax_scale)[0], taps["mix"], 2e-6)
 
 
@@ -256,15 +256,15 @@ def test_fp8_linear_keeps_zeros_and_never_overflows() -> None:
     x[0], x[2, 7] = 0, 1e6
     x[3], x[4] = torch.finfo(torch.bfloat16).max / 1e4, 1e-38
     expected = fp8_linear.reference(x.float(), weight, scale)
-    found = run_body(fp8_linear, x, weight, scale)[0]
-    for y in (found, expected):
+    result = run_body(fp8_linear, x, weight, scale)[0]
+    for y in (result, expected):
         assert torch.isfinite(y).all() and (y[0] == 0).all()
     for row in (1, 2, 3):
-        close(found[row], expected[row])
+        close(result[row], expected[row])
     # beside 1e6 nothing below half of 448's smallest subnormal is left, but the peak is exact
     product = x[2, 7].float() * weight[7].float() * scale
     assert ((expected[2] - product).norm() / product.norm()) < 0.01
-    assert (found[4].abs() <= 1e-33).all()
+    assert (result[4].abs() <= 1e-33).all()
 
 
 def test_fp8_linear_scales_each_row_by_its_own_peak() -> None:
@@ -338,13 +338,13 @@ def test_topk_gate_body_and_reference_follow_the_rule(inputs: int, changes: dict
     """Case 7: softmax scores are not sigmoid ones."""
     tensors, attributes = gate_inputs()[:inputs], GATE | changes
     experts, weights = gate_in_loops(*tensors, **attributes)
-    for found in (
+    for outputs in (
         topk_gate.reference(*tensors, **attributes),
         run_body(topk_gate, *tensors, **attributes),
     ):
-        found_experts, found_weights = ascending(*found)
-        assert torch.equal(found_experts, experts)
-        torch.testing.assert_close(found_weights, weights, rtol=2e-6, atol=0)
+        result_experts, result_weights = ascending(*outputs)
+        assert torch.equal(result_experts, experts)
+        torch.testing.assert_close(result_weights, weights, rtol=2e-6, atol=0)
 
 
 def test_softmax_scores_of_logits_far_apart_are_finite() -> None:
@@ -352,11 +352,11 @@ def test_softmax_scores_of_logits_far_apart_are_finite() -> None:
     logits = torch.tensor([300.0, 299.0, 298.0, -300.0])
     inputs, attributes = (torch.ones(1, 1), logits[:, None]), GATE | {"scoring": "softmax"}
     expected = (logits[:3].double().softmax(0) * 2.827).float()
-    for found in (
+    for outputs in (
         topk_gate.reference(*inputs, **attributes),
         run_body(topk_gate, *inputs, **attributes),
     ):
-        experts, weights = ascending(*found)
+        experts, weights = ascending(*outputs)
         assert experts.tolist() == [[0, 1, 2]]
         torch.testing.assert_close(weights[0], expected, rtol=2e-6, atol=0)
 
@@ -381,11 +381,11 @@ def test_a_barred_group_loses_to_negative_scores() -> None:
     attributes = GATE | {"n_group": 4, "topk_group": 2}
     inputs = h, weight, torch.full((8,), -2.0)
     expected, _ = gate_in_loops(*inputs, **attributes)
-    for found in (
+    for outputs in (
         topk_gate.reference(*inputs, **attributes),
         run_body(topk_gate, *inputs, **attributes),
     ):
-        assert torch.equal(ascending(*found)[0], expected)
+        assert torch.equal(ascending(*outputs)[0], expected)
 
 
 @pytest.mark.parametrize("normalise", [0, 1])
@@ -396,10 +396,10 @@ def test_a_bias_of_12_does_not_erase_a_sigmoid_of_minus_18(normalise: int) -> No
     inputs, attributes = (torch.ones(2, 1), logits[:, None], bias), GATE | {"normalise": normalise}
     scores = logits[:3].double().sigmoid()
     expected = (scores / (scores.sum() if normalise else 1) * 2.827).float()
-    for found in (
+    for outputs in (
         topk_gate.reference(*inputs, **attributes),
         run_body(topk_gate, *inputs, **attributes),
     ):
-        experts, weights = ascending(*found)
+        experts, weights = ascending(*outputs)
         assert experts.tolist() == [[0, 1, 2]] * 2
         torch.testing.assert_close(weights, expected.expand(2, 3), rtol=1e-6, atol=0)

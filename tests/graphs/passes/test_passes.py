@@ -40,9 +40,9 @@ def run_onnx(model: onnx.ModelProto, inputs: dict[str, Array], output: Array) ->
     return output
 
 
-def relative(found: Array, expected: Array) -> float:
+def relative(result: Array, expected: Array) -> float:
     """max|a−b| / max|b|."""
-    a, b = found.astype(np.float64), expected.astype(np.float64)
+    a, b = result.astype(np.float64), expected.astype(np.float64)
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
@@ -125,7 +125,7 @@ def test_attach_functions_refuses_a_node_that_lacks_an_input() -> None:
     text = TWO_ROPES.replace("(x, cos, sin, at)", "(x, cos, sin)").replace(
         "(once, cos, sin, at)", "(once, cos, sin)"
     )
-    with pytest.raises(ValueError, match=r"RoPE: inputs x, .*positions expected, found 3 of them"):
+    with pytest.raises(ValueError, match=r"RoPE: expected inputs x, .*positions, got 3 of them"):
         attach_functions(parse(text))
 
 
@@ -204,8 +204,8 @@ def test_widen_2_computes_what_fp32_does_and_rounds_the_output_only() -> None:
     model, inputs, expected = narrow()
     with pytest.raises(Exception, match=r"NOT_IMPLEMENTED"):
         run_onnx(model, inputs, np.zeros(expected.shape, BF16))
-    found = run_onnx(widen(model), inputs, np.zeros(expected.shape, BF16))
-    np.testing.assert_array_equal(found, expected.astype(BF16))
+    result = run_onnx(widen(model), inputs, np.zeros(expected.shape, BF16))
+    np.testing.assert_array_equal(result, expected.astype(BF16))
 
 
 def test_widen_3_keeps_the_rounding_to_fp8() -> None:
@@ -223,9 +223,9 @@ def test_widen_3_keeps_the_rounding_to_fp8() -> None:
     x, w = (torch.from_numpy(inputs[k].astype(np.float32)) for k in "xw")
     weight, scale = w.to(torch.float8_e4m3fn), torch.from_numpy(inputs["s"])
     expected = fp8_linear.reference(x, weight, scale).numpy()
-    found = run_onnx(wide, inputs, np.zeros((5, 8), np.float32))
-    assert relative(found, expected) <= 1e-6
-    assert relative(found, (x @ (w * scale)).numpy()) >= 1e-3
+    result = run_onnx(wide, inputs, np.zeros((5, 8), np.float32))
+    assert relative(result, expected) <= 1e-6
+    assert relative(result, (x @ (w * scale)).numpy()) >= 1e-3
 
 
 def test_widen_handles_an_output_that_other_nodes_read() -> None:
@@ -293,7 +293,7 @@ FP8_CASE = {
     "second": random(6, 4, dtype=ml_dtypes.float8_e4m3fn),
     "second_scale": np.abs(random(4)) + 0.1,
 }
-BETWEEN = TapSpec("between", "|a|", "b", (), ("M", "K"), "MK")
+BETWEEN = TapSpec("between", "|a|", "b", (), ("M", "F"), "MF")
 
 
 def test_a_linear_layer_whose_input_is_a_tap_is_fed_it() -> None:
@@ -307,8 +307,8 @@ def test_a_linear_layer_whose_input_is_a_tap_is_fed_it() -> None:
 
     def fed(second: Array) -> tuple[Array, Array]:
         y = np.zeros((5, 4), BF16)
-        found = run(session, FP8_CASE | {"fed.second": second}, {"y": y}, ["tap.between"])
-        return y, found["tap.between"]
+        taps = run(session, FP8_CASE | {"fed.second": second}, {"y": y}, ["tap.between"])
+        return y, taps["tap.between"]
 
     anything = random(5, 6)
     y, between = fed(anything)
@@ -328,8 +328,8 @@ def test_exposed_taps_leave_the_graphs_outputs_as_they_were() -> None:
     model, spec = attach_functions(parse(TWO_LINEARS)), BuildSpec("fp8", {}, "", {})
     taps = [
         BETWEEN,
-        TapSpec("scale", "s", "y", ("row_scale",), ("M", "K"), "MK"),
-        TapSpec("y", "y", "y", (), ("M", "K"), "MK"),
+        TapSpec("scale", "s", "y", ("row_scale",), ("M", "F"), "MF"),
+        TapSpec("y", "y", "y", (), ("M", "F"), "MF"),
     ]
     exposed = expose_taps(model, taps)
     assert [o.name for o in exposed.graph.output] == ["y", "tap.between", "tap.scale"]
@@ -337,10 +337,10 @@ def test_exposed_taps_leave_the_graphs_outputs_as_they_were() -> None:
     before, after = np.zeros((5, 4), BF16), np.zeros((5, 4), BF16)
     run(open_session(spec, model.SerializeToString(), 1), FP8_CASE, {"y": before})
     session = open_session(spec, exposed.SerializeToString(), 1)
-    found = run(session, FP8_CASE, {"y": after}, ["tap.between", "tap.scale"])
+    values = run(session, FP8_CASE, {"y": after}, ["tap.between", "tap.scale"])
     assert np.array_equal(before, after)
-    peaks = np.abs(found["tap.between"]).max(axis=1, keepdims=True)
-    np.testing.assert_allclose(found["tap.scale"], peaks / 448, rtol=1e-6)
+    peaks = np.abs(values["tap.between"]).max(axis=1, keepdims=True)
+    np.testing.assert_allclose(values["tap.scale"], peaks / 448, rtol=1e-6)
     assert "tap.between" not in {o.name for o in model.graph.output}
 
 
