@@ -269,7 +269,7 @@ def test_refusals_while_loading_are_errors(
         EngineDouble, "create_execution_context", lambda *a: None, "dense: create_execution_context"
     )
     context = tensorrt_double.ContextDouble
-    planted(context, "set_optimization_profile_async", refuse, "decode: the profile itself refused")
+    planted(context, "set_optimization_profile_async", refuse, "decode: the profile refused")
     planted(
         context, "set_device_memory", refuse, r"dense.*[0-9,]+ bytes of scratch refused: .*: no"
     )
@@ -313,7 +313,7 @@ def test_out_of_memory_while_loading_leaves_nothing_behind(nano: Build, tmp_path
     backend, double = open_double(build, spec, PROFILE, tmp_path, driver=driver)
     weights, free = Weights.open(build, spec), double.device.free_bytes()
     driver.fails_at = driver.allocations + 5
-    with pytest.raises(DeviceError, match=r"bytes asked for, .* are free"):
+    with pytest.raises(DeviceError, match=r"bytes needed, .* are free"):
         backend.load_weights(weights, no_progress)
     backend.load_weights(weights, no_progress)  # a retry
     assert np.isfinite(run_graph(backend, "moe", 3, 1, 8)["acc"]).all()
@@ -330,14 +330,14 @@ def test_memory_that_does_not_do_is_said_with_the_sum() -> None:
     with pytest.raises(DeviceError) as e:
         plan.require(301)
     assert str(e.value) == (
-        "weights 600 + scratch 50 + step buffers 50 + cache 301 = 1,001 bytes asked for, 1,000 are "
+        "weights 600 + scratch 50 + step buffers 50 + cache 301 = 1,001 bytes needed, 1,000 are "
         "free; it would take 2 with as much free"
     )
     big = dataclasses.replace(plan, weights=1_030_800)
     assert big.left < 0
     with pytest.raises(DeviceError, match="it would take 1146 with as much free"):
         big.require(0)
-    with pytest.raises(DeviceError, match="more devices like this would not do"):
+    with pytest.raises(DeviceError, match="more devices like this would not help"):
         MemoryPlan(free=100, weights=1, scratch=60, buffers=40).require(0)
 
 

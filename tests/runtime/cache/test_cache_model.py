@@ -235,7 +235,7 @@ class CacheMachine(RuleBasedStateMachine):
             lambda handle: cache.truncate(handle, 0),
             lambda handle: cache.free(handle, keep=True),
         ):
-            with unchanged(cache, StaleHandleError, f"sequence {handle}: no such live sequence"):
+            with unchanged(cache, StaleHandleError, f"sequence {handle}: expected an active one"):
                 use(handle)
 
     @precondition(lambda self: self.model)
@@ -243,11 +243,11 @@ class CacheMachine(RuleBasedStateMachine):
     def ask_for_more_than_there_is(self, random: Random) -> None:
         cache, handle, count = self.cache, self.a_handle(random), len(self.model)
         length = len(self.model[handle]) + random.randint(1, 9)
-        with unchanged(cache, CacheError, rf"{length} of its {len(self.model[handle])} rows"):
+        with unchanged(cache, CacheError, rf"0 to {len(self.model[handle])}, got {length}"):
             cache.truncate(handle, length)
-        with unchanged(cache, CacheError, rf"{length} of its {len(self.model[handle])} rows"):
+        with unchanged(cache, CacheError, rf"0 to {len(self.model[handle])}, got {length}"):
             cache.fork(handle, length)
-        with unchanged(cache, CacheError, rf"2 slots from {count - 1} on .* {count} in use"):
+        with unchanged(cache, CacheError, rf"the {count} in use, got 2 from {count - 1} on"):
             cache.reserve(count - 1, [1, 1])
         slot = cache.slot(handle)
         tokens = [[1] * (cache.stride - len(self.model[handle]) + 1)]
@@ -275,7 +275,8 @@ for make in DEVICES:
         name = f"CacheMachine_{make.__name__}_{type_name}"
         fields = {"make_device": staticmethod(make), "dtype": dtype}
         case = type(name, (CacheMachine,), fields).TestCase
-        case.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+        examples = 40 if make is DEVICES[0] and dtype is FP32 else 10  # one bookkeeping serves all
+        case.settings = settings(max_examples=examples, stateful_step_count=50, deadline=None)
         globals()[f"Test{name}"] = case
 del case
 
@@ -285,7 +286,7 @@ LENGTHS = st.integers(1, 30) | st.integers(1, 700)
 
 @pytest.mark.parametrize("make", DEVICES)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_what_was_admitted_is_never_refused(
     make: Callable[[], Device], data: st.DataObject
 ) -> None:
