@@ -219,9 +219,9 @@ def test_cases_beyond_a_limit_are_left_out_with_the_reason(
         *(BenchCase(1, 8, 0), BenchCase(1, 8, 100)),
     ]
     expected = {
-        "1 × 1 on 256 cached rows": "context: 257 asked for, the limit is 256",
-        "3 × 1 on 100 cached rows": "batch: 3 asked for, the limit is 2",
-        "1 × 8 on 255 cached rows": "context: 263 asked for, the limit is 256",
+        "1 × 1 on 256 cached rows": "context: expected at most 256, got 257",
+        "3 × 1 on 100 cached rows": "batch: expected at most 2, got 3",
+        "1 × 8 on 255 cached rows": "context: expected at most 256, got 263",
     }
     for case, why in expected.items():
         assert any(text.startswith(f"{case}: {why}") for text in left_out), (case, left_out)
@@ -245,7 +245,9 @@ def test_a_stride_beyond_the_profile_is_left_out(nano: Build, onnxruntime_backen
     chain = Chain(spec, weights, onnxruntime_backend("fp32", profile), profile, 1024)
     cases, left_out = choose_cases(chain, [1, 2], [200])
     assert cases == [BenchCase(1, 1, 200), BenchCase(1, 8, 0), BenchCase(1, 8, 200)]
-    assert left_out[0].startswith("2 × 1 on 200 cached rows: context: 256 asked for")
+    assert left_out[0].startswith(
+        "2 × 1 on 200 cached rows: context: expected at most 250, got 256"
+    )
 
 
 def test_what_is_measured_by_default_fits_the_profile() -> None:
@@ -364,7 +366,7 @@ def test_a_gpu_of_no_table_has_its_driver_s_bandwidth_and_none_of_it_nothing() -
     driver = DriverDouble()
     roofline = Roofline.find(CudaDevice(driver))
     assert roofline and roofline.gpu is None
-    assert roofline.of == (
+    assert roofline.source == (
         "1,000 GB/s by the driver's memory clock and bus width, operations uncounted"
     )
     spec: Any = SimpleNamespace(bytes=5e9, flops={"fp32": 1e30})
