@@ -128,6 +128,7 @@ def test_a_layer_and_the_rest_make_a_step(
     assert table(found).row_count == 4
 
 
+@pytest.mark.slow
 def test_a_start_is_timed(nano: Build, tmp_path: Path) -> None:
     assert startup.first_token(nano("fp32"), 1) > 0
     with pytest.raises(BuildError, match=r"no spec\.json"):

@@ -130,14 +130,15 @@ def test_an_engine_that_is_not_what_the_spec_says_is_refused(
 ) -> None:
     names = [t.name for t in folder.spec.graphs["dense"].inputs]
     cos = names.index("cos")
-    for change, expected in [
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"name": "sin2"}, "dense.engine: tensors cos, sin2: only in one of engine and spec"),
         (
             {"dtype": "bfloat16"},
             "dense.engine: cos: expected type DataType.BF16, got DataType.FL",
         ),
         ({"dims": (8192, 17)}, r"cos: expected shape \(8192, 17\), got \(8192, 16\); compile"),
-    ]:
+    ]
+    for change, expected in changes:
         with pytest.raises(BuildError, match=expected):
             folder.open(changed(folder.spec, cos, **change))
     for name, what, expected in [

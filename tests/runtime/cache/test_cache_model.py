@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -45,7 +46,7 @@ class CacheMachine(RuleBasedStateMachine):
     `kept`, least recently used first, is who should still be there of those who are not.
     """
 
-    make_device = DEVICES[0]
+    make_device: Any = staticmethod(DEVICES[0])
     dtype = FP32
 
     @initialize(capacity=st.sampled_from([192, 320, 512, 1024]))
@@ -274,7 +275,8 @@ for make in DEVICES:
     for type_name, dtype in TYPES.items():
         name = f"CacheMachine_{make.__name__}_{type_name}"
         fields = {"make_device": staticmethod(make), "dtype": dtype}
-        case = type(name, (CacheMachine,), fields).TestCase
+        machine: Any = type(name, (CacheMachine,), fields)
+        case = machine.TestCase
         examples = 40 if make is DEVICES[0] and dtype is FP32 else 10  # one bookkeeping serves all
         case.settings = settings(max_examples=examples, stateful_step_count=50, deadline=None)
         globals()[f"Test{name}"] = case
@@ -293,7 +295,8 @@ def test_what_was_admitted_is_never_refused(
     """Case 19: a sequence that does not fit beside the others, all at full length, is refused with
     the arithmetic; those that do fit can grow in any order, and take slots × stride rows.
     """
-    cache, finals = make_cache(make(), 1024), {}
+    cache = make_cache(make(), 1024)
+    finals: dict[int, int] = {}
     for _ in range(40):
         length, text = data.draw(LENGTHS), data.draw(st.sampled_from(TEXTS)) * 2
         asked = [*finals.values(), length]

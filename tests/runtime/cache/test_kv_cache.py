@@ -36,7 +36,8 @@ from tests.support.devices import DEVICES, gpu
     params=[*DEVICES, pytest.param(gpu, marks=pytest.mark.gpu)], ids=lambda make: make.__name__
 )
 def device(request: pytest.FixtureRequest) -> Device:
-    return request.param()
+    made: Device = request.param()
+    return made
 
 
 def test_strides() -> None:
@@ -292,7 +293,8 @@ def test_of_kept_sequences_that_begin_alike_the_longest_is_held(device: Device) 
 def test_inactive_sequences_give_way_the_least_recently_used_first(device: Device) -> None:
     cache = make_cache(device, 256)
     for text in TEXTS[:3]:
-        cache.free(*run(cache, text[40:100]), keep=True)  # 60 rows each
+        (handle,) = run(cache, text[40:100])  # 60 rows each
+        cache.free(handle, keep=True)
     cache.free(cache.allocate(TEXTS[0][40:60]))  # the first is used once more
     handles = [cache.allocate()]
     assert inactive(cache) == [TEXTS[1][40:100], TEXTS[2][40:100], TEXTS[0][40:100]]

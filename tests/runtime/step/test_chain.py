@@ -283,7 +283,7 @@ def test_routing_groups_cover_every_choice_once_in_ascending_order() -> None:
     }
     expected = {
         (int(experts[m, k]), m): float(weights[m, k])
-        for m in np.flatnonzero(valid)
+        for m in np.flatnonzero(valid).tolist()
         for k in range(4)
     }
     assert found == expected
