@@ -121,7 +121,7 @@ PRESET_MANIFESTS := $(foreach preset,$(PRESETS),$(foreach target,$(PRESET_TARGET
 	build/$(preset)/$(PRECISION)/$(COMPILER)-$(target)-b$(BATCH)t$(TOKENS)c$(CONTEXT)/manifest.json))
 
 .PHONY: help setup graphs weights golden parity engines presets generate evaluate quality train full-size bench bench-moe \
-	bench-forms gpu-bench gpu-check lint test check clean
+	gpu-bench gpu-check lint test check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -173,11 +173,6 @@ bench-moe: $(FULL)/k2/checkpoint/config.json ## full width: a MoE decode step's 
 	@$(call FULL_MAKE,k2,fp8) weights
 	$(PYTHON) -m bench.full_width.moe_step $(FULL)/k2/fp8
 	$(PYTHON) -m bench.full_width.packing $(FULL)/k2/checkpoint $(FULL)/k2/fp8
-
-bench-forms: $(FULL)/k2-dense/checkpoint/config.json ## scratch and time of each form of attention that was tried (3 GB of disk, 5 minutes)
-	@$(call FULL_MAKE,k2-dense,fp32) weights
-	@$(MAKE) --no-print-directory PRESET=k2 PRECISION=fp8 graphs
-	$(PYTHON) -m bench.attention_forms build/k2/fp8 --run $(FULL)/k2-dense/fp32
 
 gpu-bench: $(BUILD)/.weights $(WEIGHTS_$(PRECISION)) $(ENGINES)/.engines $(GRAPHS:%=$(ENGINES)/%.engine) $(ENGINES)/manifest.json ## each engine and the chain on this machine's GPU beside its roofline, in build/NAME/PRECISION/bench.json
 	$(PYTHON) -m runtime bench $(BUILD) --backend tensorrt --engines $(ENGINES) --out $(BUILD)/bench.json

@@ -1,1 +1,1 @@
-"""What is measured, and never asserted."""
+"""Benchmarks: measured on a machine, not part of the tests."""

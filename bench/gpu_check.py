@@ -35,7 +35,7 @@ PROBLEMS = (CompileError, RuntimeError)  # what compiling, loading and running f
 
 @dataclass(frozen=True)
 class CheckRow:
-    """What was checked; how many of its comparisons or tests passed, failed, and were skipped."""
+    """A check, and how many of its comparisons or tests passed, failed and were skipped."""
 
     what: str
     passed: int
@@ -46,7 +46,7 @@ class CheckRow:
 
 
 def tests() -> CheckRow:
-    """pytest on what is marked as needing a GPU; its output goes to the terminal."""
+    """Run the tests marked gpu; pytest's output goes to the terminal."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -63,7 +63,7 @@ def tests() -> CheckRow:
 
 
 def parity(build: Path, gpu: CudaDevice) -> Iterator[CheckRow]:
-    """Blocks and chain of a build against its goldens, on each backend of the GPU."""
+    """Compare a build's blocks and chain with its goldens, on each backend of the GPU."""
     spec = BuildSpec.load(build)
     if gpu.sm < LEAST_TARGET[spec.precision]:
         why = f"{spec.precision} needs sm{LEAST_TARGET[spec.precision]}, this is sm{gpu.sm}"
@@ -77,13 +77,13 @@ def parity(build: Path, gpu: CudaDevice) -> Iterator[CheckRow]:
         try:
             if options["backend"] == "tensorrt":
                 options["engines"] = build / compile_build(build, "auto", None, compiler).folder
-            found = runtime_parity(load_chain(build, **options), build)
+            findings = runtime_parity(load_chain(build, **options), build)
         except PROBLEMS as e:
             yield CheckRow(what, 0, 1, 0, time.perf_counter() - start, " ".join(str(e).split()))
             continue
-        failed = [row for row in found.rows if not row.passed]
+        failed = [row for row in findings.rows if not row.passed]
         remark = f"first: {failed[0].tap} of {failed[0].case}" if failed else ""
-        passed = len(found.rows) - len(failed)
+        passed = len(findings.rows) - len(failed)
         yield CheckRow(what, passed, len(failed), 0, time.perf_counter() - start, remark)
 
 

@@ -242,9 +242,9 @@ def test_transformers_is_imported_by_tests_only() -> None:
     assert importers((*PACKAGES, "models"), {"transformers"}) == set()
 
 
-def test_one_module_of_the_runtime_imports_torch() -> None:
-    """For a GPU's memory."""
-    assert importers(("runtime",), {"torch"}) == {"runtime/devices/cuda.py"}
+def test_only_the_gpus_memory_imports_torch_in_the_runtime() -> None:
+    gpu = {"runtime/devices/cuda.py", "runtime/devices/driver.py"}
+    assert importers(("runtime",), {"torch"}) == gpu
 
 
 def modules_after(script: str, *arguments: str) -> list[str]:

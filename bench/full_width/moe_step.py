@@ -30,19 +30,19 @@ SAMPLE_SECONDS = 0.002
 
 
 def anonymous_bytes() -> int:
-    """Of this process's resident memory, what no file backs."""
+    """Resident memory of this process that no file backs."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
 
 
 def resident_bytes(file: Path) -> int:
-    """Of a file that this process has mapped, what is mapped in."""
-    total, ours = 0, False
+    """Bytes of a mapped file that are resident in this process."""
+    total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         fields = line.split()
         if "-" in fields[0]:  # a mapping: addresses, permissions, offset, device, inode, path
-            ours = fields[-1] == str(file.resolve())
-        elif ours and fields[0] == "Rss:":
+            inside = fields[-1] == str(file.resolve())
+        elif inside and fields[0] == "Rss:":
             total += int(fields[1]) * 1024
     return total
 
@@ -91,22 +91,22 @@ class DecodeStep:
         }
 
     def run(self) -> list[int]:
-        """The experts that the token chose."""
+        """Run it; returns the experts that the token chose."""
         out, backend = self.outputs, self.chain.backend
         backend.block("moe", self.layer, self.inputs, out)
         valid = np.ones(1, dtype=bool)
         slots = self.chain.spec.slots
-        groups = list(expert_slots(out["experts"], out["expert_weights"], valid, slots))
+        runs = list(expert_slots(out["experts"], out["expert_weights"], valid, slots))
         acc, spare = out["acc"].copy(), np.empty_like(out["acc"])
-        y, _ = backend.experts(self.layer, groups, out["h"], acc, spare)
+        y, _ = backend.experts(self.layer, runs, out["h"], acc, spare)
         assert np.isfinite(y).all()
         return sorted(out["experts"][0].tolist())
 
     def needed_bytes(self, experts: list[int]) -> int:
-        """Of the layer's file: the block's own weights, and these experts'."""
+        """Bytes of the block's own weights and these experts' in the layer's file."""
         tensors = self.chain.weights.layers[self.layer].tensors
-        own = tuple(f"experts.{expert}." for expert in experts)
-        used = [n for n in tensors if n.startswith(own) or not n.startswith("experts.")]
+        chosen = tuple(f"experts.{expert}." for expert in experts)
+        used = [n for n in tensors if n.startswith(chosen) or not n.startswith("experts.")]
         return sum(tensors[name].nbytes for name in used)
 
 
@@ -116,13 +116,13 @@ app = make_app("Seconds and memory of one MoE decode step on the CPU.")
 @app.command()
 def main(
     build: Annotated[Path, typer.Argument(help="Build folder, build/MODEL/PRECISION.")],
-    runs: Annotated[int, typer.Option(min=1, help="After the first.")] = 5,
+    runs: Annotated[int, typer.Option(min=1, help="Runs after the first.")] = 5,
     threads: Annotated[int, typer.Option(help="ONNX Runtime's; 0: one per core.")] = 0,
 ) -> None:
     """Measure it on the first MoE layer of a build."""
     config = BuildSpec.load(build).config
     if not config.count("moe"):
-        raise BuildError(f"{build}: a model with a MoE layer expected, found dense layers only")
+        raise BuildError(f"{build}: expected a model with a MoE layer, got dense layers only")
     layer = config.first_k_dense_replace
     step = DecodeStep(load_chain(build, cache=64, threads=threads), layer)
     before = anonymous_bytes()
@@ -139,7 +139,7 @@ def main(
     print(f"median of {runs}          {statistics.median(seconds[1:]):.2f} s")
     print(f"anonymous memory     {peak.bytes / 1e9:.2f} GB at most, {before / 1e9:.2f} GB before")
     print(f"layer's file         {size / 1e9:.2f} GB")
-    print(f"of it resident       {resident / 1e9:.3f} GB, {resident / size:.1%}")
+    print(f"resident part        {resident / 1e9:.3f} GB, {resident / size:.1%}")
     print(f"weights of the step  {needed / 1e9:.3f} GB: the block's and {len(experts)} experts'")
 
 

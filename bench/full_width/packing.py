@@ -1,4 +1,4 @@
-"""Packing against `cp`: speed, memory, and what a kill at a random moment leaves.
+"""Packing against `cp`: speed, memory, and resumption after a kill at a random moment.
 
     python -m bench.full_width.packing build/full-size/checkpoint build/full-size/fp8
 
@@ -34,7 +34,7 @@ def main(
     build: Annotated[Path, typer.Argument(help="Build folder with the exported graphs.")],
     runs: Annotated[int, typer.Option(min=1, help="Pairs of cp and packing.")] = 3,
     kills: Annotated[int, typer.Option(min=0, help="Runs that are killed and resumed.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of the moments at which runs are killed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the moments at which runs are killed.")] = 0,
 ) -> None:
     """Time packing against cp, and resume it after kills."""
     shards = sorted(checkpoint.glob("*.safetensors"))
@@ -112,7 +112,7 @@ def _empty(folder: Path) -> Path:
 
 
 def _forget(build: Path) -> None:
-    """Remove what was packed."""
+    """Remove packed and staged weights."""
     for folder in ("weights", STAGING):
         shutil.rmtree(build / folder, ignore_errors=True)
 

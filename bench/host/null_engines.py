@@ -1,7 +1,7 @@
-"""Engines that do nothing, of a model of any size, so that what is left to measure is the chain.
+"""Engines that do nothing, for a model of any size, so that only the chain is measured.
 
-Weights have their shapes and one address for all: nobody reads them. What the blocks should have
-written of the routing is put where the chain reads it, once: each row chooses other experts.
+Weights have their shapes and one address for all: nobody reads them. The routing is written once
+where the chain reads it: each row chooses other experts.
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ from runtime.backends.engine import LoadedEngine
 from runtime.backends.onnxruntime import OnnxRuntimeBackend
 from runtime.backends.tensorrt import TensorRTBackend
 from runtime.devices.base import Buffer, Device, HostDevice, Progress, no_progress
-from runtime.devices.cuda import CudaDevice, Event
+from runtime.devices.cuda import CudaDevice
+from runtime.devices.driver import Event
 from runtime.devices.weights import Weights
 from runtime.step.chain import Chain
 
@@ -38,7 +39,7 @@ OpenBackend = Callable[[BuildSpec, Profile, int], Backend]
 def null_chain(
     spec: BuildSpec, open_backend: OpenBackend, profile: Profile, sequences: int, cached: int
 ) -> Chain:
-    """A chain whose cache holds so many sequences of `cached` rows each, which are zeros."""
+    """A chain whose cache holds sequences of `cached` rows each, all zeros."""
     weights = null_weights(spec)
     backend = open_backend(spec, profile, sequences)
     backend.load_weights(weights, no_progress)
@@ -54,7 +55,7 @@ def null_chain(
 
 
 def choice(spec: BuildSpec, rows: int) -> Array:
-    """int64 [M, K]: experts of each row, drawn without regard to the others."""
+    """int64 [M, K]: experts of each row, drawn independently."""
     config, random = spec.config, np.random.default_rng(0)
     E, K = config.n_routed_experts, config.num_experts_per_tok
     return np.stack([random.permutation(E)[:K] for _ in range(rows)])
@@ -77,7 +78,7 @@ def null_weights(spec: BuildSpec) -> Weights:
     kinds = {config.block_type(layer): layer for layer in range(config.num_hidden_layers)}
     blocks = {kind: file(spec.layer_tensors(layer).items()) for kind, layer in kinds.items()}
     layers = [blocks[config.block_type(layer)] for layer in range(config.num_hidden_layers)]
-    head, rope = ([(t.name, t) for t in found] for found in (graphs["head"].weights, tables))
+    head, rope = ([(t.name, t) for t in tensors] for tensors in (graphs["head"].weights, tables))
     return Weights(array(vocabulary), tuple(layers), file(head), file(rope))
 
 
@@ -87,7 +88,7 @@ def _bytes_of(tensor: TensorSpec) -> int:
 
 
 class NullBackend:
-    """Does nothing at all."""
+    """A backend that does nothing."""
 
     scratch_bytes, least_rows = 0, 1
 
@@ -103,14 +104,14 @@ class NullBackend:
         layer: int,
         inputs: Mapping[str, Buffer],
         outputs: Mapping[str, Buffer],
-        group: int = 0,
+        step_group: int = 0,
     ) -> None:
         pass
 
     def experts(
         self,
         layer: int,
-        groups: Sequence[Sequence[ExpertSlot]],
+        runs: Sequence[Sequence[ExpertSlot]],
         h: Buffer,
         acc: Buffer,
         spare: Buffer,
@@ -182,7 +183,7 @@ class NullContext:
 
 
 class NullDriver:
-    """runtime.devices.cuda.Driver on the host's memory; what it is given is done at once."""
+    """runtime.devices.driver.Driver on the host's memory, which does its work at once."""
 
     name, capability, stream = "nothing", (12, 0), 1
     bandwidth, cache_bytes = 0.0, 0
@@ -208,7 +209,7 @@ class NullDriver:
 
 
 class NullGpu(CudaDevice):
-    """Weights are not copied, and have one address for all."""
+    """A GPU that copies no weights: they have one address for all."""
 
     def place(self, tensors: Mapping[str, Array], progress: Progress) -> dict[str, Buffer]:
         return dict.fromkeys(tensors, self.zeros((1,), np.dtype(np.uint8)))
@@ -224,7 +225,7 @@ def null_tensorrt(spec: BuildSpec, profile: Profile) -> Backend:
         get_device_memory_size_for_profile_v2=lambda index: 0,
         create_execution_context=lambda how: NullContext(),
     )
-    record: Any = None  # is read where a shape is refused
+    record: Any = None  # read only where a shape is refused
     engines: dict[GraphName, LoadedEngine] = {
         graph: LoadedEngine(library, graph, opened, record) for graph in spec.graphs
     }

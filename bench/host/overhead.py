@@ -1,9 +1,9 @@
-"""What the chain itself costs, a layer and step: a model of K2's size on engines that do nothing.
+"""The chain's own cost, a layer and step: a model of K2's size on engines that do nothing.
 
     python -m bench.host.overhead build/k2/fp8
 
-Three chains take turns: K2's 61 layers, as many dense ones, and a single dense one. What they
-differ by is what a layer of each type costs; the rest is what a step costs whatever its layers:
+Three chains take turns: K2's 61 layers, as many dense ones, and a single dense one. Their
+differences are the cost of a layer of each type; the rest is the cost of a step without layers:
 checks, embedding, logits, commit. On TensorRT torch's CPU tensors stand in for a GPU's
 memory, so neither the driver's calls nor the copies' latency are in it.
 """
@@ -38,21 +38,21 @@ from runtime.step.chain import Chain
 CACHED = 1000
 SEQUENCES = (1, 8)
 WHOLE, NOTHING = "layer, everything included", "nothing"
-LIMIT = 100e-6  # seconds of the whole, on nothing, with 1 sequence: what is measured first
+LIMIT = 100e-6  # seconds of the whole, on nothing, with 1 sequence: the first measurement
 PACKAGES = ("numpy", "torch", "onnxruntime-gpu")
 
 app = make_app("The chain's own cost a layer and step, on engines that do nothing.")
 
 
 def variant(spec: BuildSpec, **changes: int) -> BuildSpec:
-    """The same graphs in a model of other layers."""
+    """The same graphs in a model with other layers."""
     return dataclasses.replace(spec, raw_config=spec.raw_config | changes)
 
 
 def overheads(
     by: str, open_backend: OpenBackend, spec: BuildSpec, sequences: int, rounds: int
 ) -> list[Measurement]:
-    """Of all layers together, a dense one, a MoE one, and a step without its layers."""
+    """Seconds of a layer on average, a dense one, a MoE one, and a step without its layers."""
     layers, dense = spec.config.num_hidden_layers, spec.config.count("dense")
     models = {
         "all": spec,
@@ -65,18 +65,18 @@ def overheads(
     seconds = in_turns(runs, rounds, warm_up=3)
     whole, only_dense, one = (np.array(seconds[name]) for name in models)
     dense_layer = (only_dense - one) / (layers - 1)
-    found = {
+    parts = {
         WHOLE: whole / layers,
         "dense layer": dense_layer,
         "MoE layer": (whole - one - dense_layer * (dense - 1)) / (layers - dense),
         "step, layers apart": one - dense_layer,
     }
     case = {"sequences": sequences, "cached": CACHED}
-    return [Measurement(what, by, case, tuple(values.tolist())) for what, values in found.items()]
+    return [Measurement(what, by, case, tuple(values.tolist())) for what, values in parts.items()]
 
 
 def step(chain: Chain) -> None:
-    """A token of each sequence, taken back again, so that every step is on as many rows."""
+    """Run a token of each sequence and drop its rows, so that every step has as many."""
     chain.step([[1]] * len(chain.cache.handles))
     for handle in chain.cache.handles:
         chain.cache.truncate(handle, CACHED)
@@ -87,10 +87,10 @@ def table(measurements: list[Measurement]) -> Table:
     for column in ("", "on", "1 sequence", "8 sequences"):
         shown.add_column(column, justify="right" if "seq" in column else "left")
     cells: dict[tuple[str, str], list[str]] = {}
-    for one in measurements:
-        low, high = one.middle_half
-        text = f"{one.median * 1e6:,.0f} ({low * 1e6:,.0f}–{high * 1e6:,.0f})"
-        cells.setdefault((one.what, one.by), []).append(text)
+    for m in measurements:
+        low, high = m.middle_half
+        text = f"{m.median * 1e6:,.0f} ({low * 1e6:,.0f}–{high * 1e6:,.0f})"
+        cells.setdefault((m.what, m.by), []).append(text)
     for (what, by), row in cells.items():
         shown.add_row(what, by, *row)
     return shown
@@ -113,8 +113,8 @@ def main(
     torch.set_num_threads(1)
     spec = BuildSpec.load(build)
     if not spec.config.count("moe"):
-        raise BuildError(f"{build}: a model with MoE layers expected, found dense layers only")
-    found: list[Measurement] = []
+        raise BuildError(f"{build}: expected a model with MoE layers, got dense layers only")
+    measurements: list[Measurement] = []
     with tempfile.TemporaryDirectory() as folder:
         backends: dict[str, OpenBackend] = {
             NOTHING: lambda spec, profile, count: NullBackend(),
@@ -123,12 +123,12 @@ def main(
         }
         for by, open_backend in backends.items():
             for sequences in SEQUENCES:
-                found += overheads(by, open_backend, spec, sequences, rounds)
+                measurements += overheads(by, open_backend, spec, sequences, rounds)
     machine, versions = {"cores": os.cpu_count()}, {name: version(name) for name in PACKAGES}
-    BenchReport(machine, versions, found).save(out)
-    wide_console().print(table(found))
-    if found[0].median > LIMIT:
-        print(f"more than {LIMIT * 1e6:.0f} µs a layer and step", file=sys.stderr)
+    BenchReport(machine, versions, measurements).save(out)
+    wide_console().print(table(measurements))
+    if measurements[0].median > LIMIT:
+        print(f"expected at most {LIMIT * 1e6:.0f} µs a layer and step", file=sys.stderr)
         raise typer.Exit(1)
 
 

@@ -1,1 +1,1 @@
-"""What each precision costs on the held-out text."""
+"""The cost of each precision on the held-out text."""

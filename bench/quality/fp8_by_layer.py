@@ -1,8 +1,8 @@
 """The torch reference with one kind of linear layer in fp8 and all others wide.
 
-What an fp8 build rounds in a linear layer, its weight to e4m3 per output channel and its input to
-e4m3 per token, is done to one kind at a time. So where a model loses more than it may, this shows
-which layers to keep in 16 bits.
+One kind at a time is rounded as in an fp8 build: its weight to e4m3 per output channel and its
+input to e4m3 per token. So where a model loses more than it may, this shows which layers to keep in
+16 bits.
 """
 
 import re

@@ -1,11 +1,11 @@
-"""What each precision costs a model on a text it has not seen.
+"""The cost of each precision to a model on a text it has not seen.
 
     python -m bench.quality.quality models/k2-nano build/k2-nano --text models/k2-nano/heldout.txt
 
 The first table is of the whole text: the builds for fp32, bf16 and fp8 and the fp8 build of the
-same model with INT4 experts, each through its graphs on ONNX Runtime; and what the two checkpoints
-hold, decoded exactly, through the torch reference in fp32, which shares neither packing nor graphs
-with the builds. The second is of the text's beginning, through the reference alone: each kind of
+same model with INT4 experts, each through its graphs on ONNX Runtime; and the two checkpoints,
+decoded exactly, through the torch reference in fp32, which shares neither packing nor graphs with
+the builds. The second is of the text's beginning, through the reference alone: each kind of
 linear layer in fp8 while all others are wide, the costliest first. Costs are ranked by the
 divergence from fp32's predictions, which is never below 0: the change in bits, where better and
 worse guesses cancel, is noise on a short text. Exit status 1 where fp8 costs more than `BAR`.
@@ -51,14 +51,16 @@ class Scored:
     logits: Array
 
     @classmethod
-    def of(cls, logits: Logits, tokens: Sequence[int], bos: int, text_bytes: int) -> "Scored":
+    def from_logits(
+        cls, logits: Logits, tokens: Sequence[int], bos: int, text_bytes: int
+    ) -> "Scored":
         rows = np.concatenate([rows for _, rows in scored_logits(logits, tokens, bos)])
         return cls(Scores.from_logits([(np.array(tokens), rows)], text_bytes), rows)
 
 
 @dataclass(frozen=True)
 class QualityRow:
-    """One model beside another: relative change of its bits, share of tokens with the same
+    """One model against another: relative change of its bits, share of tokens with the same
     likeliest one, mean KL divergence from the other in bits a token.
     """
 
@@ -70,13 +72,13 @@ class QualityRow:
     divergence: float
 
     @classmethod
-    def of(cls, name: str, against: str, found: Scored, reference: Scored) -> "QualityRow":
-        compared = found.scores.against(reference.scores)
-        nats = divergence(reference.logits, found.logits).mean()
+    def compare(cls, name: str, against: str, scored: Scored, reference: Scored) -> "QualityRow":
+        compared = scored.scores.against(reference.scores)
+        nats = divergence(reference.logits, scored.logits).mean()
         return cls(
             name,
             against,
-            found.scores.bits_per_byte,
+            scored.scores.bits_per_byte,
             compared.change,
             compared.agreement,
             float(nats) / float(np.log(2)),
@@ -94,12 +96,12 @@ class QualityModel:
     text: bytes
     threads: int
 
-    def of_build(self, name: str) -> Scored:
+    def score_build(self, name: str) -> Scored:
         profile = Profile(tokens=WINDOW, context=WINDOW)
         chain = load_chain(self.builds / name, profile=profile, threads=self.threads)
         return self._score(chain_logits(chain), self.text)
 
-    def of_model(self, model: ReferenceModel, text_bytes: int | None = None) -> Scored:
+    def score_model(self, model: ReferenceModel, text_bytes: int | None = None) -> Scored:
         def logits(ids: Sequence[int]) -> Iterator[Array]:
             with torch.inference_mode():
                 yield model(torch.tensor([ids]))[0].numpy()
@@ -108,39 +110,41 @@ class QualityModel:
 
     def _score(self, logits: Logits, text: bytes) -> Scored:
         tokens = text_tokens(self.tokenizer, text)
-        return Scored.of(logits, tokens, self.checkpoint.config.bos_token_id, len(text))
+        return Scored.from_logits(logits, tokens, self.checkpoint.config.bos_token_id, len(text))
 
 
 def by_precision(subject: QualityModel) -> Iterator[QualityRow]:
     """The first table."""
-    fp32 = subject.of_build("fp32")
-    yield QualityRow.of(FP32, FP32, fp32, fp32)
-    yield QualityRow.of("bf16, widened", FP32, subject.of_build("bf16"), fp32)
-    yield QualityRow.of(FP8, FP32, subject.of_build("fp8"), fp32)
-    yield QualityRow.of(STORED, FP32, subject.of_model(subject.checkpoint.reference()), fp32)
-    int4 = subject.of_model(subject.int4.reference())
-    yield QualityRow.of(INT4, FP32, int4, fp32)
-    int4_fp8 = subject.of_build("int4/fp8")
-    yield QualityRow.of(INT4_FP8, FP32, int4_fp8, fp32)
-    yield QualityRow.of(INT4_FP8, INT4, int4_fp8, int4)
+    fp32 = subject.score_build("fp32")
+    yield QualityRow.compare(FP32, FP32, fp32, fp32)
+    yield QualityRow.compare("bf16, widened", FP32, subject.score_build("bf16"), fp32)
+    yield QualityRow.compare(FP8, FP32, subject.score_build("fp8"), fp32)
+    yield QualityRow.compare(
+        STORED, FP32, subject.score_model(subject.checkpoint.reference()), fp32
+    )
+    int4 = subject.score_model(subject.int4.reference())
+    yield QualityRow.compare(INT4, FP32, int4, fp32)
+    int4_fp8 = subject.score_build("int4/fp8")
+    yield QualityRow.compare(INT4_FP8, FP32, int4_fp8, fp32)
+    yield QualityRow.compare(INT4_FP8, INT4, int4_fp8, int4)
 
 
 def by_layer(subject: QualityModel, text_bytes: int) -> Iterator[QualityRow]:
     """The second table, of the text's first bytes."""
-    wide = subject.of_model(subject.checkpoint.reference(), text_bytes)
+    wide = subject.score_model(subject.checkpoint.reference(), text_bytes)
     groups = {kind: (kind,) for kind in KINDS} | {"all of these": tuple(KINDS)}
     for name, kinds in groups.items():
         model = with_fp8(subject.checkpoint, *kinds)
-        yield QualityRow.of(name, "all wide", subject.of_model(model, text_bytes), wide)
+        yield QualityRow.compare(name, "all wide", subject.score_model(model, text_bytes), wide)
 
 
 def failure(rows: Sequence[QualityRow]) -> str | None:
-    """What to say of the first table where fp8 misses the bar."""
+    """The error message where fp8 misses the bar in the first table."""
     change = next(row.change for row in rows if row.name == FP8)
     if change <= BAR:
         return None
     return (
-        f"fp8: at most {BAR:.2%} more bits than fp32 expected, found {change:+.3%}; the second "
+        f"fp8: expected at most {BAR:.2%} more bits than fp32, got {change:+.3%}; the second "
         "table shows which linear layers cost it"
     )
 
@@ -158,7 +162,7 @@ def markdown(rows: Sequence[QualityRow]) -> str:
     return "\n".join(lines)
 
 
-app = make_app("What each precision costs a model on a text.")
+app = make_app("The cost of each precision to a model on a text.")
 
 
 @app.command()
@@ -166,10 +170,12 @@ def main(
     checkpoint: Annotated[Path, typer.Argument(help="Folder with config.json and shards.")],
     builds: Annotated[
         Path,
-        typer.Argument(help="Holds the builds fp32, bf16 and fp8, int4/checkpoint and int4/fp8."),
+        typer.Argument(help="Folder of the builds fp32, bf16, fp8, int4/checkpoint and int4/fp8."),
     ],
     text: Annotated[Path, typer.Option(help="File to score.")],
-    part: Annotated[int, typer.Option(min=1, help="Bytes of it for the second table.")] = 16384,
+    part: Annotated[
+        int, typer.Option(min=1, help="Bytes of the text for the second table.")
+    ] = 16384,
     threads: Annotated[
         int,
         typer.Option(

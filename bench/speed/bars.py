@@ -1,7 +1,7 @@
-"""What the speed is held to: ratios of runs that followed one another, and their bounds.
+"""Bars for speed: ratios of runs in turns, and their bounds.
 
-A ratio is the median over the rounds, each of two neighbouring runs: what else the machine did fell
-on both. transformers is the faster of its two forms of attention, by their medians.
+A ratio is the median over the rounds, each of two neighbouring runs, so other load on the machine
+falls on both. transformers is the faster of its two forms of attention, by their medians.
 """
 
 import statistics
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.speed.dense_block import OURS, THEIRS, kind_of
+from bench.speed.dense_block import OURS, TRANSFORMERS, kind_of
 from runtime.benchmark.cases import BenchCase
 from runtime.benchmark.measurements import BenchReport, Measurement
 
-TIMES_THEIRS = {
+TIMES_TRANSFORMERS = {
     BenchCase(1, 1, 1000): 4.0,
     BenchCase(1, 1, 4096): 10.0,
     BenchCase(1, 1, 32768): 30.0,
@@ -21,13 +21,13 @@ TIMES_THEIRS = {
     BenchCase(1, 128, 0): 1.2,
 }
 TIMES_FLOOR = {BenchCase(1, 1, 1000): 1.35}
-LIMITS = {"read": "B", "multiply": "FLOP"}  # what was run, and what is counted
-GROWTH = 1.1  # of a step, where only the memory given to the cache grows
+LIMITS = {"read": "B", "multiply": "FLOP"}  # the run, and the unit that it counts
+GROWTH = 1.1  # of a step's time, where only the cache's memory grows
 
 
 @dataclass(frozen=True)
 class SpeedBar:
-    """A ratio, and the bound that it has to reach, or to stay below where `most`."""
+    """A ratio and its bound: the least, or with `most` the most that it may be."""
 
     what: str
     ratio: float
@@ -39,8 +39,8 @@ class SpeedBar:
         return self.ratio <= self.bound if self.most else self.ratio >= self.bound
 
     @classmethod
-    def of(cls, raw: dict[str, Any]) -> "SpeedBar":
-        """From `as_dict`."""
+    def from_dict(cls, raw: dict[str, Any]) -> "SpeedBar":
+        """The bar that `as_dict` wrote."""
         return cls(raw["what"], raw["ratio"], raw["bound"], raw["most"])
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class SpeedBar:
 
 def judge(report: BenchReport) -> Iterator[SpeedBar]:
     """Every bar whose runs the report has."""
-    for case, bound in TIMES_THEIRS.items():
+    for case, bound in TIMES_TRANSFORMERS.items():
         if ours := step_of(report, OURS, case):
             ratio = ratio_of(faster(report, case), ours)
             yield SpeedBar(f"transformers' time over ours, {case}", ratio, bound)
@@ -69,7 +69,7 @@ def judge(report: BenchReport) -> Iterator[SpeedBar]:
 
 
 def step_of(report: BenchReport, by: str, case: BenchCase) -> Measurement | None:
-    """Of the block; None where the report has it not."""
+    """A step of the block; None where the report has none."""
     return measured(report, kind_of(case), by, case.sizes)
 
 
@@ -81,15 +81,15 @@ def measured(report: BenchReport, what: str, by: str, case: dict[str, int]) -> M
 
 
 def faster(report: BenchReport, case: BenchCase) -> Measurement:
-    """Of transformers' two. Raises KeyError."""
-    found = [m for by in THEIRS if (m := step_of(report, by, case))]
-    if not found:
+    """The faster of transformers' two forms. Raises KeyError."""
+    steps = [m for by in TRANSFORMERS if (m := step_of(report, by, case))]
+    if not steps:
         raise KeyError(f"no measurement of transformers, {case}")
-    return min(found, key=lambda m: m.median)
+    return min(steps, key=lambda m: m.median)
 
 
 def growth_of(report: BenchReport) -> tuple[Measurement, Measurement] | None:
-    """A step in the smallest cache and in the largest."""
+    """Steps in the smallest cache and in the largest; None where there are none."""
     steps = [m for m in report.measurements if m.what == "step"]
     steps.sort(key=lambda m: m.case["cache_rows"])
     return (steps[0], steps[-1]) if steps else None
@@ -100,7 +100,7 @@ def ratio_of(a: Measurement, b: Measurement) -> float:
 
 
 def times_floor(report: BenchReport, step: Measurement) -> float:
-    """A step over its floor, at what the machine could do in its own round."""
+    """A step's time over its floor, at the machine's limit in the same rounds."""
     assert step.floor_seconds is not None
     limit = next(
         m for m in report.measurements if m.what in LIMITS and m.case.items() >= step.case.items()
@@ -109,6 +109,6 @@ def times_floor(report: BenchReport, step: Measurement) -> float:
 
 
 def rates(report: BenchReport, what: str) -> list[float]:
-    """How many bytes or operations a second, of every such run in the report."""
+    """Bytes or operations a second of every such run in the report."""
     runs = [m for m in report.measurements if m.what == what]
     return [m.case[LIMITS[what]] / seconds for m in runs for seconds in m.seconds]

@@ -1,4 +1,4 @@
-"""Tokens per second of eight prompts side by side, beside one alone, in turns."""
+"""Tokens per second of eight prompts together, against one alone, in turns."""
 
 import statistics
 import time
@@ -20,20 +20,22 @@ app = make_app(__doc__)
 def main(
     build: Annotated[Path, typer.Argument(help="Build folder, build/MODEL/PRECISION.")],
     rounds: Annotated[int, typer.Option(min=1)] = 5,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 128,
+    new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to generate for each prompt.")
+    ] = 128,
     threads: Annotated[int, typer.Option(help="ONNX Runtime's; 0: one per core.")] = 2,
 ) -> None:
-    """Medians, and their ratio."""
+    """Print medians and their ratio."""
     with LLM.load(build, threads=threads) as llm:
         rates: dict[int, list[float]] = {1: [], len(PLACES): []}
         for _ in range(rounds):
-            for count, found in rates.items():
+            for count, samples in rates.items():
                 prompts = [BEGINNING + place for place in PLACES[:count]]
                 start = time.perf_counter()
                 done = llm.generate(prompts, max_new_tokens=new_tokens)
                 seconds = time.perf_counter() - start
-                found.append(sum(len(one.tokens) for one in done) / seconds)
-    alone, together = (statistics.median(found) for found in rates.values())
+                samples.append(sum(len(answer.tokens) for answer in done) / seconds)
+    alone, together = (statistics.median(samples) for samples in rates.values())
     print(
         f"{build}: {alone:.0f} tokens/s alone, {together:.0f} of {len(PLACES)} together, "
         f"{together / alone:.1f} times (medians of {rounds})"

@@ -16,18 +16,18 @@ from graphs.contract.tensorfile import Array
 
 AttentionKind = Literal["eager", "sdpa"]
 
-# What its config takes for other than the published meaning: types and code of its own, and FP8,
-# since the weights that it gets are decoded.
+# Keys that its config would take for another meaning than the published one: types, code, and FP8,
+# since its weights are decoded.
 NOT_TAKEN = ("model_type", "architectures", "auto_map", "quantization_config", "torch_dtype")
 
 
 def deepseek_config(raw: dict[str, Any], attention: AttentionKind, **options: Any) -> Any:
-    own = {key: value for key, value in raw.items() if key not in NOT_TAKEN}
-    return DeepseekV3Config(**own, dtype="float32", attn_implementation=attention, **options)
+    config = {key: value for key, value in raw.items() if key not in NOT_TAKEN}
+    return DeepseekV3Config(**config, dtype="float32", attn_implementation=attention, **options)
 
 
 def deepseek_state(state: dict[str, Tensor], experts: int) -> dict[str, Tensor]:
-    """A state dict of ours, with all experts of a layer in two tensors."""
+    """Our state dict with all experts of a layer in two tensors."""
     fused = dict(state)
     owners = {name.split("experts.0.")[0] for name in state if ".experts.0." in f".{name}"}
     for owner in owners:
@@ -61,26 +61,26 @@ class DeepseekLayer:
         with torch.device("meta"):
             self.layer: Any = modeling_deepseek_v3.DeepseekV3DecoderLayer(self.config, 0)
         names = layer_tensors(config, 0)
-        own = {n.removeprefix("model.layers.0."): checkpoint.wide(n) for n in names}
-        state = deepseek_state(own, config.n_routed_experts)
+        tensors = {n.removeprefix("model.layers.0."): checkpoint.wide(n) for n in names}
+        state = deepseek_state(tensors, config.n_routed_experts)
         self.layer.load_state_dict(state, assign=True)
         self.layer.requires_grad_(False).eval()
         self.rotary: Any = modeling_deepseek_v3.DeepseekV3RotaryEmbedding(self.config)
 
-    def step(self, attention: AttentionKind, x_BSD: Array, rows_BTW: Array) -> Callable[[], Array]:
-        """What runs x behind cached rows, and returns y [B,S,D].
+    def step(self, attention: AttentionKind, x_BSD: Array, rows_BLW: Array) -> Callable[[], Array]:
+        """A function that runs x behind cached rows and returns y [B,S,D].
 
-        It pays what the model's own `generate` pays a layer: the cache that grows by concatenation
-        is in it. Positions' tables and mask, which all layers share, are made beforehand; the cache
-        is cropped after each run, which copies nothing.
+        It costs what the model's own `generate` spends on a layer, growing the cache by
+        concatenation included. Positions' tables and mask, which all layers share, are made
+        beforehand; the cache is cropped after each run, which copies nothing.
         """
-        x, T = torch.from_numpy(x_BSD), rows_BTW.shape[1]
+        x, L = torch.from_numpy(x_BSD), rows_BLW.shape[1]
         S = x.shape[1]
         cache = DynamicCache()
-        if T:
-            latent, rope = torch.split(torch.from_numpy(rows_BTW)[:, None], self.widths, dim=-1)
+        if L:
+            latent, rope = torch.split(torch.from_numpy(rows_BLW)[:, None], self.widths, dim=-1)
             cache.update(latent.contiguous(), rope.contiguous(), 0)
-        positions = torch.arange(T, T + S)[None]
+        positions = torch.arange(L, L + S)[None]
         self.config._attn_implementation = attention
         mask = create_causal_mask(
             config=self.config,

@@ -1,8 +1,8 @@
 """A full-size dense block in one step: ours, and transformers' on the same weights and cache rows.
 
-Ours is what the chain asks of its backend for the first layer, taken down once and then repeated:
-the same buffers and cache, without embedding, head and commit. The two sides and what limits both
-on this machine, reading memory or multiplying, run in turns.
+Ours is the chain's call of its backend for the first layer, recorded once and then repeated: the
+same buffers and cache, without embedding, head and commit. The two sides and the machine's limit,
+reading memory or multiplying, run in turns.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +26,9 @@ from runtime.cache.strides import stride_for
 from runtime.load import load_chain
 from runtime.step.chain import Chain
 
-OURS, BESIDE = "ours", "ours, batch-invariant"
-THEIRS = tuple(f"transformers {attention}" for attention in get_args(AttentionKind))
-AGREEING = 5e-5  # the most; on 32,768 rows each side is up to 1.6e-5 from fp64
+OURS, INVARIANT = "ours", "ours, batch-invariant"
+TRANSFORMERS = tuple(f"transformers {attention}" for attention in get_args(AttentionKind))
+AGREEING = 5e-5  # the largest error; on 32,768 rows each side is up to 1.6e-5 from fp64
 SETTLE = 0.02  # seconds between runs, for the threads of the one before to go to sleep
 
 
@@ -38,7 +38,7 @@ class SpeedError(RuntimeError):
 
 @dataclass(frozen=True)
 class MeasuredBlock:
-    """The block that is measured: our build, the same weights in transformers, both limits."""
+    """The measured block: our build, the same weights in transformers, and both limits."""
 
     build: Path
     layer: DeepseekLayer
@@ -47,7 +47,7 @@ class MeasuredBlock:
     threads: int
 
     def open(self, case: BenchCase, batch_invariant: bool) -> Chain:
-        """Its cache has room for the case, and for the sequence that may stand beside it."""
+        """A chain whose cache has room for the case, and for a padded sequence."""
         stride = stride_for(case.cached + case.tokens)
         profile = Profile(max(case.batch, 2), max(case.tokens, 2), stride)
         rows = max(case.batch, 2) * stride
@@ -69,13 +69,15 @@ class Compared:
 
 
 def compare(subject: MeasuredBlock, case: BenchCase, rounds: int) -> Compared:
-    """Both sides in turns. Raises BenchError where they do not agree."""
+    """Time both sides in turns. Raises SpeedError where they do not agree."""
     with ExitStack() as stack:
         alone = stack.enter_context(our_step(subject, case, batch_invariant=False))
         steps = {OURS: alone.run}
         if case.rows == 1:
-            steps[BESIDE] = stack.enter_context(our_step(subject, case, batch_invariant=True)).run
-        for name, attention in zip(THEIRS, get_args(AttentionKind), strict=True):
+            steps[INVARIANT] = stack.enter_context(
+                our_step(subject, case, batch_invariant=True)
+            ).run
+        for name, attention in zip(TRANSFORMERS, get_args(AttentionKind), strict=True):
             steps[name] = subject.layer.step(attention, alone.x, alone.rows)
         error = _agreement(steps, case)
         limit = subject.reading if case.tokens == 1 else subject.multiplying
@@ -85,12 +87,12 @@ def compare(subject: MeasuredBlock, case: BenchCase, rounds: int) -> Compared:
     sizes = case.sizes | {limit.unit: limit.count}
     at_most = Measurement(limit.what, limit.by, sizes, seconds[limit.by])
     rate = limit.count / at_most.median
-    of = f"{needed / 1e9:,.3f} G{limit.unit} at {rate / 1e9:,.1f} G{limit.unit}/s"
-    found = [
-        Measurement(kind_of(case), name, case.sizes, seconds[name], needed / rate, of)
+    floor_of = f"{needed / 1e9:,.3f} G{limit.unit} at {rate / 1e9:,.1f} G{limit.unit}/s"
+    measurements = [
+        Measurement(kind_of(case), name, case.sizes, seconds[name], needed / rate, floor_of)
         for name in steps
     ]
-    return Compared([*found, at_most], error)
+    return Compared([*measurements, at_most], error)
 
 
 def kind_of(case: BenchCase) -> str:
@@ -100,7 +102,7 @@ def kind_of(case: BenchCase) -> str:
 def growth(
     subject: MeasuredBlock, in_use: int, cache_rows: Sequence[int], rounds: int
 ) -> list[Measurement]:
-    """A whole step of the chain on so many rows in use, in caches of several sizes, in turns."""
+    """Time a whole step of the chain on `in_use` rows, in caches of several sizes, in turns."""
     with ExitStack() as stack:
         steps = {
             rows: stack.enter_context(_whole_step(subject, in_use, rows)) for rows in cache_rows
@@ -116,7 +118,7 @@ def growth(
 def _whole_step(
     subject: MeasuredBlock, in_use: int, cache_rows: int
 ) -> Iterator[Callable[[], None]]:
-    """One token through the model, taken back behind it."""
+    """A run of one token through the model, whose row is dropped again."""
     profile = Profile(batch=2, tokens=2, context=cache_rows)
     chain = load_chain(subject.build, profile=profile, cache=cache_rows, threads=subject.threads)
     with filled(chain, BenchCase(1, 1, in_use)):
@@ -131,10 +133,10 @@ def _whole_step(
 
 @dataclass(frozen=True)
 class OurStep:
-    """`run` does it and returns y [B,S,D]; x [B,S,D] and cached rows [B,T,W] are what it reads.
+    """`run` returns y [B,S,D], from x [B,S,D] and cached rows [B,L,W].
 
-    `needed_bytes` is what any implementation has to move: weights, cached rows, new rows;
-    `needed_flops` what the absorbed form computes.
+    `needed_bytes` are those that any implementation moves: weights, cached rows, new rows;
+    `needed_flops` those of the absorbed form.
     """
 
     run: Callable[[], Array]
@@ -168,9 +170,9 @@ def our_step(subject: MeasuredBlock, case: BenchCase, batch_invariant: bool) -> 
 
 
 def _first_call(chain: Chain, ids: list[list[int]]) -> tuple[Any, ...]:
-    """With what a step calls `Backend.block` first: graph, layer, inputs, outputs, group.
+    """The arguments of a step's first call of `Backend.block`.
 
-    The step ends there, as where a backend fails; so it has changed nothing.
+    The step ends there, as where a backend fails, so it has changed nothing.
     """
     block = mock.Mock(side_effect=BackendError("not run"))
     with mock.patch.object(chain.backend, "block", block), suppress(BackendError):
@@ -180,17 +182,17 @@ def _first_call(chain: Chain, ids: list[list[int]]) -> tuple[Any, ...]:
 
 
 def _agreement(steps: Mapping[str, Callable[[], Array]], case: BenchCase) -> float:
-    """The largest error of ours against theirs. Raises BenchError."""
+    """The largest error of ours against theirs. Raises SpeedError."""
     outputs = {name: step().copy() for name, step in steps.items()}
     largest = 0.0
-    for theirs in THEIRS:
-        for ours in steps.keys() - THEIRS:
-            a, b = outputs[ours], outputs[theirs]
+    for reference in TRANSFORMERS:
+        for ours in steps.keys() - TRANSFORMERS:
+            a, b = outputs[ours], outputs[reference]
             error = float(np.abs(a - b).max() / np.abs(b).max())
             if not error <= AGREEING:
                 raise SpeedError(
-                    f"{case}, {ours} against {theirs}: max|a−b|/max|b| of at most {AGREEING} "
-                    f"expected, found {error:.2e}"
+                    f"{case}, {ours} against {reference}: expected max|a−b|/max|b| of at most "
+                    f"{AGREEING}, got {error:.2e}"
                 )
             largest = max(largest, error)
     return largest

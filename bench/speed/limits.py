@@ -1,4 +1,4 @@
-"""What this machine cannot do faster: read memory, and multiply. Both with the runs' threads.
+"""The machine's limits: reading memory and multiplying, both with the runs' threads.
 
 A decode step cannot beat the reading, since it needs every weight once: in sequence, far beyond the
 caches. A sum in numpy or numba reaches half of it; what reads fastest is a product of matrix and
@@ -21,7 +21,7 @@ TRIES = 5
 
 @dataclass(frozen=True)
 class MachineLimit:
-    """`run` does so many of `unit` once, as fast as can be."""
+    """`run` does `count` of `unit` once, as fast as the machine can."""
 
     by: str
     what: str
@@ -31,7 +31,7 @@ class MachineLimit:
 
 
 def reading(size: int) -> MachineLimit:
-    """Of so many bytes, rounded down to a row of a matrix."""
+    """Reading of `size` bytes, rounded down to whole rows of a matrix."""
     matrix = torch.ones(size // (COLUMNS * 4), COLUMNS)
     ones = torch.ones(max(matrix.shape))
     ways: dict[str, Callable[[], object]] = {
@@ -44,6 +44,6 @@ def reading(size: int) -> MachineLimit:
 
 
 def multiplying(side: int = SIDE) -> MachineLimit:
-    """Of two square matrices in fp32; two operations a product and sum."""
+    """Multiplying two square fp32 matrices; a product and its sum are two operations."""
     a, b = torch.ones(side, side), torch.ones(side, side)
     return MachineLimit("arithmetic", "multiply", "FLOP", 2 * side**3, lambda: a @ b)

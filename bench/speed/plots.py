@@ -6,14 +6,19 @@ from typing import Any
 import matplotlib
 
 from bench.speed.bars import SpeedBar
-from bench.speed.dense_block import BESIDE, OURS, THEIRS
+from bench.speed.dense_block import INVARIANT, OURS, TRANSFORMERS
 from bench.speed.tables import steps_of
 from runtime.benchmark.measurements import BenchReport, Measurement
 
 matplotlib.use("Agg")  # no screen
 from matplotlib import pyplot
 
-COLOURS = {OURS: "#0b6e4f", BESIDE: "#73b79d", THEIRS[0]: "#c1440e", THEIRS[1]: "#e08e45"}
+COLOURS = {
+    OURS: "#0b6e4f",
+    INVARIANT: "#73b79d",
+    TRANSFORMERS[0]: "#c1440e",
+    TRANSFORMERS[1]: "#e08e45",
+}
 MET, MISSED, FLOOR = "#0b6e4f", "#c1440e", "#555555"
 
 
@@ -53,17 +58,17 @@ def bars_plot(bars: list[SpeedBar], path: Path) -> None:
 
 
 def _lone(report: BenchReport, by: str) -> list[Measurement]:
-    found = [m for case, m in steps_of(report, by) if case.rows == 1]
-    return sorted(found, key=lambda m: m.case["cached"])
+    lone = [m for case, m in steps_of(report, by) if case.rows == 1]
+    return sorted(lone, key=lambda m: m.case["cached"])
 
 
-def _line(axes: Any, by: str, found: list[Measurement], colour: str) -> None:
-    median = [m.median * 1e3 for m in found]
+def _line(axes: Any, by: str, steps: list[Measurement], colour: str) -> None:
+    median = [m.median * 1e3 for m in steps]
     spread = [
-        [(m.median - m.middle_half[0]) * 1e3 for m in found],
-        [(m.middle_half[1] - m.median) * 1e3 for m in found],
+        [(m.median - m.middle_half[0]) * 1e3 for m in steps],
+        [(m.middle_half[1] - m.median) * 1e3 for m in steps],
     ]
-    cached = [m.case["cached"] for m in found]
+    cached = [m.case["cached"] for m in steps]
     axes.errorbar(cached, median, spread, label=by, color=colour, marker="o", capsize=3)
 
 

@@ -1,11 +1,11 @@
-"""How fast it is, beside transformers and beside the machine's own memory; `make bench`.
+"""Speed against transformers and against the machine's memory; `make bench`.
 
     python -m bench.speed.run measure BLOCK BLOCK_CHECKPOINT MODEL MODEL_CHECKPOINT \
         --text FILE --out DIR
     python -m bench.speed.run markdown DIR/bench.json
 
-Two sides that are compared run in turns, in one process. A bar that is missed is said to be, and is
-no error: it may be the machine's doing, which the spread and the bandwidth of the same run show.
+Two sides that are compared run in turns, in one process. A missed bar is reported and is no error:
+the machine may be the cause, which the spread and the bandwidth of the same run show.
 """
 
 import statistics
@@ -37,8 +37,8 @@ from runtime.tokenizers.load import load_tokenizer
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """What is measured: steps of the block, and those for which half the rounds have to do; in how
-    large a buffer memory is read; rows in use, in caches of so many; and the whole model's tokens.
+    """What to measure: steps of the block, slow ones with half the rounds; bytes of the buffer that
+    is read; rows in use, in caches of `cache_rows`; and the whole model's batches and tokens.
     """
 
     cases: tuple[BenchCase, ...]
@@ -74,21 +74,26 @@ QUICK = SpeedPlan(
     new_tokens=8,
 )
 
-app = make_app("How fast it is, beside transformers and beside the machine's own memory.")
+app = make_app("Speed against transformers and against the machine's memory.")
 
 
 @app.command()
 def measure(
     block: Annotated[Path, typer.Argument(help="fp32 build whose first layer is the block.")],
-    block_checkpoint: Annotated[Path, typer.Argument(help="What it was packed from.")],
+    block_checkpoint: Annotated[Path, typer.Argument(help="Checkpoint that it was packed from.")],
     model: Annotated[Path, typer.Argument(help="fp32 build of a small model with a tokenizer.")],
-    model_checkpoint: Annotated[Path, typer.Argument(help="What that was packed from.")],
-    text: Annotated[Path, typer.Option(help="File of which prompts are pieces.")],
+    model_checkpoint: Annotated[
+        Path, typer.Argument(help="Checkpoint that the small model was packed from.")
+    ],
+    text: Annotated[Path, typer.Option(help="File to cut prompts from.")],
     out: Annotated[Path, typer.Option(help="Folder for bench.json and the plots.")],
     rounds: Annotated[
-        int, typer.Option(min=1, help="Half as many of slow steps, 3 times of the caches'.")
+        int,
+        typer.Option(
+            min=1, help="Runs of each; half as many of slow steps, 3 times as many of the caches'."
+        ),
     ] = 9,
-    threads: Annotated[int, typer.Option(min=1, help="Of every side alike.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of every side.")] = 2,
     quick: Annotated[bool, typer.Option(help="Sizes that suit a small model.")] = False,
 ) -> None:
     """Write bench.json and two plots; print tables, and which bars are met."""
@@ -111,10 +116,10 @@ def measure(
 
 @app.command()
 def markdown(report: Annotated[Path, typer.Argument(help="A bench.json.")]) -> None:
-    """The same tables again, for a README."""
-    found = BenchReport.load(report)
-    print("\n\n".join(sheet.markdown for sheet in sheets(found)) + "\n")
-    for line in notes(found):
+    """Print the tables of a report as Markdown."""
+    loaded = BenchReport.load(report)
+    print("\n\n".join(sheet.markdown for sheet in sheets(loaded)) + "\n")
+    for line in notes(loaded):
         print(f"- {line}")
 
 
@@ -129,9 +134,9 @@ def _measure_block(
     errors = report.computed["max_error"] = {}
     for case in (*plan.cases, *plan.slow):
         print(f"the block, {case}", file=sys.stderr)
-        found = compare(subject, case, (rounds + 1) // 2 if case in plan.slow else rounds)
-        report.measurements += found.measurements
-        errors[str(case)] = found.error
+        compared = compare(subject, case, (rounds + 1) // 2 if case in plan.slow else rounds)
+        report.measurements += compared.measurements
+        errors[str(case)] = compared.error
     print("a step in a small and in a large cache", file=sys.stderr)
     report.measurements += growth(subject, plan.in_use, plan.cache_rows, 3 * rounds)
     return report
@@ -151,9 +156,11 @@ def _measure_model(
     same = report.computed["tokens_equal"] = {}
     for batch in plan.batches:
         print(f"the whole model, {batch} prompts", file=sys.stderr)
-        found = compare_generation(build, checkpoint, ids, batch, plan.new_tokens, rounds, threads)
-        report.measurements += found.measurements
-        same[str(batch)] = found.same
+        generated = compare_generation(
+            build, checkpoint, ids, batch, plan.new_tokens, rounds, threads
+        )
+        report.measurements += generated.measurements
+        same[str(batch)] = generated.same
 
 
 if __name__ == "__main__":

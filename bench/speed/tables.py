@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from bench.speed.bars import SpeedBar, faster, measured, rates, ratio_of, step_of, times_floor
-from bench.speed.dense_block import BESIDE, OURS, THEIRS
+from bench.speed.dense_block import INVARIANT, OURS, TRANSFORMERS
 from runtime.benchmark.cases import BenchCase
 from runtime.benchmark.measurements import BenchReport, Measurement
 
-HEADINGS = {OURS: OURS, BESIDE: "batch-invariant"} | {by: by.split()[-1] for by in THEIRS}
+HEADINGS = {OURS: OURS, INVARIANT: "batch-invariant"} | {by: by.split()[-1] for by in TRANSFORMERS}
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Columns, the first of names, and lines of as many cells."""
+    """A table; its first column has names."""
 
     columns: tuple[str, ...]
     lines: list[list[str]]
@@ -38,7 +38,7 @@ class Sheet:
 
 
 def sheets(report: BenchReport) -> list[Sheet]:
-    """The block's, and the whole small model's."""
+    """Tables of the block and of the whole small model."""
     return [
         Sheet(("the block, ms", *HEADINGS.values(), "× faster", "× floor"), list(_steps(report))),
         Sheet(("the whole model, tokens/s", *HEADINGS.values(), "× faster"), list(_rates(report))),
@@ -46,7 +46,7 @@ def sheets(report: BenchReport) -> list[Sheet]:
 
 
 def notes(report: BenchReport) -> Iterator[str]:
-    """What the tables leave out, and the bars."""
+    """The machine's limits, agreement with transformers, and the bars."""
     for what, unit in ("read", "GB/s of memory read"), ("multiply", "GFLOP/s multiplied"):
         low, middle, high = statistics.quantiles(rates(report, what), n=4)
         spread = f"{middle / 1e9:,.1f} ({low / 1e9:,.1f}–{high / 1e9:,.1f})"
@@ -55,44 +55,42 @@ def notes(report: BenchReport) -> Iterator[str]:
     yield f"the block's output against transformers': max|a−b|/max|b| ≤ {max(errors.values()):.1e}"
     yield f"tokens that equal transformers': {min(same.values()):.2%}"
     for bar in report.computed["bars"]:
-        yield str(SpeedBar.of(bar))
+        yield str(SpeedBar.from_dict(bar))
 
 
 def _steps(report: BenchReport) -> Iterator[list[str]]:
     for case, ours in steps_of(report, OURS):
-        found = [step_of(report, by, case) for by in HEADINGS]
+        steps = [step_of(report, by, case) for by in HEADINGS]
         floor = f"{times_floor(report, ours):.2f}"
-        cells = [_milliseconds(one) if one else "" for one in found]
+        cells = [_milliseconds(m) if m else "" for m in steps]
         yield [_name(case), *cells, f"{ratio_of(faster(report, case), ours):.1f}", floor]
 
 
 def steps_of(report: BenchReport, by: str) -> Iterator[tuple[BenchCase, Measurement]]:
-    """All of the block."""
-    for found in report.measurements:
-        if found.what in ("decode", "prefill") and found.by == by:
-            yield BenchCase(**found.case), found
+    """All steps of the block by one implementation."""
+    for m in report.measurements:
+        if m.what in ("decode", "prefill") and m.by == by:
+            yield BenchCase(**m.case), m
 
 
 def _rates(report: BenchReport) -> Iterator[list[str]]:
     for ours in report.measurements:
         if (ours.what, ours.by) == ("generate", OURS):
-            found = [m for by in HEADINGS if (m := measured(report, "generate", by, ours.case))]
-            best = min((m for m in found if m.by in THEIRS), key=lambda m: m.median)
-            cells = [f"{tokens_per_second(one):,.0f}" for one in found]
+            runs = [m for by in HEADINGS if (m := measured(report, "generate", by, ours.case))]
+            best = min((m for m in runs if m.by in TRANSFORMERS), key=lambda m: m.median)
+            cells = [f"{tokens_per_second(m):,.0f}" for m in runs]
             batch, new = ours.case["batch"], ours.case["new_tokens"]
             what = f"{batch} prompt{'s' if batch > 1 else ''}, {new} new tokens"
             yield [what, *cells, f"{ratio_of(best, ours):.1f}"]
 
 
-def tokens_per_second(found: Measurement) -> float:
-    return found.case["batch"] * found.case["new_tokens"] / found.median
+def tokens_per_second(m: Measurement) -> float:
+    return m.case["batch"] * m.case["new_tokens"] / m.median
 
 
-def _milliseconds(found: Measurement) -> str:
-    digits = 0 if found.median >= 0.1 else 1
-    median, low, high = (
-        f"{seconds * 1e3:,.{digits}f}" for seconds in (found.median, *found.middle_half)
-    )
+def _milliseconds(m: Measurement) -> str:
+    digits = 0 if m.median >= 0.1 else 1
+    median, low, high = (f"{seconds * 1e3:,.{digits}f}" for seconds in (m.median, *m.middle_half))
     return f"{median} ({low}–{high})"
 
 

@@ -1,4 +1,4 @@
-"""What runs the graphs: one protocol, one module per implementation."""
+"""Backends run the graphs: one protocol, one module per implementation."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -10,11 +10,11 @@ from runtime.devices.weights import Weights
 
 
 class BackendError(RuntimeError):
-    """A run that failed; names graph and layer. What it was to write is not to be used."""
+    """A failed run; names graph and layer. Its outputs are not to be used."""
 
 
 class ExpertSlot(NamedTuple):
-    """One expert's share of a run of the experts graph: rows [R] int64, gates [R,1] fp32, R ≥ 1.
+    """One expert's share of a run of the experts graph: rows [n] int64, gates [n,1] fp32, n ≥ 1.
 
     Both lie on the host; rows are distinct.
     """
@@ -25,15 +25,15 @@ class ExpertSlot(NamedTuple):
 
 
 class Backend(Protocol):
-    """Runs one graph at a time on buffers of the caller's; weights were bound when it was made.
+    """Runs one graph at a time on the caller's buffers; weights are bound once, beforehand.
 
-    A block runs in one of two modes: decode, [B, 1] tokens, or prefill, [1, S]. No output may lie
-    where an input does. A run that fails raises BackendError.
+    A block runs in one of two modes: decode, [B, 1] tokens, or prefill, [1, S]. No output may
+    overlap an input. A run that fails raises BackendError.
     """
 
     device: Device
-    least_rows: int  # a row's result does not depend on what runs beside it from this many rows up
-    scratch_bytes: int  # of the device, for all runs together
+    least_rows: int  # from this many rows up, a row's result does not depend on its neighbours
+    scratch_bytes: int  # of the device's memory, for all runs together
 
     def load_weights(self, weights: Weights, progress: Progress) -> None:
         """Bind all weights, once; runs are possible from then on. Raises DeviceError."""
@@ -44,22 +44,22 @@ class Backend(Protocol):
         layer: int,
         inputs: Mapping[str, Buffer],
         outputs: Mapping[str, Buffer],
-        group: int = 0,
+        step_group: int = 0,
     ) -> None:
         """Graph `dense` or `moe` with a layer's weights and the rope tables.
 
-        `group` numbers the ranges of slots that a decode step is run in.
+        `step_group` numbers the ranges of cache slots that decode steps run on.
         """
 
     def experts(
         self,
         layer: int,
-        groups: Sequence[Sequence[ExpertSlot]],
+        runs: Sequence[Sequence[ExpertSlot]],
         h: Buffer,
         acc: Buffer,
         spare: Buffer,
     ) -> tuple[Buffer, Buffer]:
-        """Graph `experts`, once per group of as many slots as it has.
+        """Graph `experts`, once per run; a run has as many expert slots as the graph.
 
         h, acc, spare: fp32 or bf16 [M,D], fp32 [M,D], fp32 [M,D]. Sums go from one of the last two
         to the other and back; returns the one that holds the sum, and the other.

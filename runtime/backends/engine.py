@@ -1,11 +1,11 @@
-"""TensorRT's engines and execution contexts as this project runs them, each refusal an error.
+"""TensorRT's engines and execution contexts, with an error for each refusal.
 
 TensorRT says no by returning None or False, and why to a logger; here that is a BackendError with
-what the logger was told.
+what the logger heard.
 
 A context holds addresses and shapes until they are set anew. So one context per layer lets the
 weights be bound once. The scratch memory is ours, one buffer for all contexts: they run one after
-the other, on one stream. All functions take TensorRT's module, of either flavour, as a value.
+the other, on one stream. TensorRT's module, of either flavour, is passed in.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from graphs.contract.manifest import ENGINE_MODES, EngineMode, EngineRecord
 from graphs.contract.spec import GraphName
 from runtime.backends import BackendError
 
-MESSAGES = 4  # of the logger's, in an error
+MESSAGES = 4  # the most of the logger's messages in an error
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RtxOptions:
 
 
 class Library:
-    """A flavour's module, its runtime, and what it said last."""
+    """A flavour's module, its runtime and its log."""
 
     def __init__(self, trt: Any) -> None:
         """Raises BackendError."""
@@ -76,13 +76,13 @@ class LoadedEngine:
 
     @property
     def scratch_bytes(self) -> int:
-        """That a run needs, in whichever mode."""
+        """Bytes that a run needs, in whichever mode."""
         engine = self.engine
         sizes = (engine.get_device_memory_size_for_profile_v2(i) for i in range(len(ENGINE_MODES)))
         return max(int(engine.device_memory_size_v2), *map(int, sizes))
 
     def configure(self, options: RtxOptions) -> Any:
-        """For contexts of TensorRT-RTX; returns the IRuntimeCache that they share, empty.
+        """Set TensorRT-RTX's options for all contexts; returns an empty IRuntimeCache to share.
 
         Raises BackendError.
         """
@@ -127,21 +127,21 @@ class Context:
         self.engine, self.context, self.mode, self.stream = engine, context, mode, stream
         self._shapes: dict[str, Sequence[int]] = {}
         if not context.set_optimization_profile_async(ENGINE_MODES.index(mode), stream):
-            raise self._refused("the profile itself")
+            raise self._refused("the profile")
         engine.library.log.errors.clear()
         context.set_device_memory(*scratch)  # returns nothing: only the logger knows
         if engine.library.log.errors:
             raise self._refused(f"{scratch[1]:,} bytes of scratch")
 
     def bind(self, names: Sequence[str], addresses: Iterable[int]) -> None:
-        """Where tensors lie, from now on."""
+        """Set tensors' addresses from now on."""
         set_address = self.context.set_tensor_address
         for name, address in zip(names, addresses, strict=True):
             if not set_address(name, address):
                 raise self._refused(f"address {address:#x} of {name}")
 
     def resize(self, name: str, shape: Sequence[int]) -> None:
-        """An input's shape, from now on; TensorRT is told of another one only."""
+        """Set an input's shape from now on; TensorRT hears of it where it changed."""
         if self._shapes.get(name) == shape:
             return
         if not self.context.set_input_shape(name, tuple(shape)):
@@ -150,10 +150,10 @@ class Context:
             raise self._refused(f"shape {tuple(shape)} of {name}{admits}")
         self._shapes[name] = shape
 
-    def run(self, of: str) -> None:
-        """Enqueue a run; `of` says whose, for the error."""
+    def run(self, subject: str) -> None:
+        """Enqueue a run; errors name the subject."""
         if not self.context.execute_async_v3(self.stream):
-            raise self._refused(f"a run of {of}")
+            raise self._refused(f"a run of {subject}")
 
     def _refused(self, what: str) -> BackendError:
         engine = self.engine

@@ -1,4 +1,4 @@
-"""The engines of a build that this GPU and this TensorRT can run."""
+"""Finds and checks the engines of a build that this GPU and this TensorRT can run."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def find_engines(build: Path, device: CudaDevice) -> Path:
         return fitting[0]
     names = ", ".join(folder.name for folder in fitting or folders)
     if fitting:
-        raise BuildError(f"{build}: engines for sm{device.sm} in {names}; say which to use")
+        raise BuildError(f"{build}: engines for sm{device.sm} in {names}; name one with --engines")
     others = f", only {names}" if folders else ""
     raise BuildError(f"{build}: no engines for this GPU, {device.name}{others}; {_compile(device)}")
 
@@ -26,13 +26,13 @@ def check_target(manifest: Manifest, folder: Path, device: CudaDevice) -> None:
     """Raises BuildError where the engines are another GPU's."""
     if manifest.target != f"sm{device.sm}":
         raise BuildError(
-            f"{folder}: engines for {manifest.target}, but this GPU, {device.name}, is "
-            f"sm{device.sm}; {_compile(device)}"
+            f"{folder}: expected engines for this GPU, {device.name}, sm{device.sm}, got "
+            f"{manifest.target}; {_compile(device)}"
         )
 
 
 def read_engines(folder: Path, manifest: Manifest, spec: BuildSpec) -> dict[GraphName, bytes]:
-    """Every engine's file. Raises BuildError where one is absent, damaged, or of another build."""
+    """Every engine's bytes. Raises BuildError where one is absent, damaged, or of another build."""
     contents = {}
     for graph in GRAPHS:
         contents[graph] = manifest.engine_bytes(folder, graph, spec.graphs[graph].sha256)
@@ -40,8 +40,8 @@ def read_engines(folder: Path, manifest: Manifest, spec: BuildSpec) -> dict[Grap
             expected = input_bounds(spec.graphs[graph], mode, manifest.profile)
             if manifest.engines[graph].shapes[mode] != expected:
                 raise BuildError(
-                    f"{folder / manifest.engines[graph].file}: {mode}: other shapes than profile "
-                    f"{manifest.profile.name} has; compile it again"
+                    f"{folder / manifest.engines[graph].file}: {mode}: expected the shapes of "
+                    f"profile {manifest.profile.name}, got others; compile it again"
                 )
     return contents
 
@@ -50,10 +50,10 @@ def check_version(manifest: Manifest, folder: Path, installed: str) -> None:
     """Raises BuildError where another TensorRT than the one installed built an engine."""
     module = MODULES[manifest.compiler]
     for record in manifest.engines.values():
-        if (found := record.versions.get(module)) != installed:
+        if (version := record.versions.get(module)) != installed:
             raise BuildError(
-                f"{folder / record.file}: {module} {installed} is installed, {found} built it; "
-                "compile again, or install that version"
+                f"{folder / record.file}: expected an engine built by {module} {installed}, got "
+                f"one by {version}; compile it again, or install that version"
             )
 
 

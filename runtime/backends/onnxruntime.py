@@ -1,4 +1,4 @@
-"""ONNX Runtime: the default backend, on the CPU, and the oracle of every other one.
+"""ONNX Runtime: the default backend on the CPU, and the one that others are compared with.
 
 One session per graph serves all layers. A layer's weights are bound once, on the CPU as views of
 the mapped file; a step binds only what lies elsewhere than in the last one, or has another shape.
@@ -22,9 +22,9 @@ _Place = tuple[str, int, int, tuple[int, ...], int]  # device, its number, type,
 
 
 class OnnxRuntimeBackend:
-    """See the module's docstring; the protocol is `runtime.backends.Backend`."""
+    """runtime.backends.Backend on ONNX Runtime's sessions."""
 
-    scratch_bytes = 0  # its own arena's, not to be known beforehand
+    scratch_bytes = 0  # ONNX Runtime's arena grows as it needs; its size is not known beforehand
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class OnnxRuntimeBackend:
     ) -> None:
         """`batch_invariant`: a lone row runs as two, since one row has a kernel of its own.
 
-        What a token gives is then the same, bit for bit, whatever is decoded beside it, as long as
-        the cache's stride is the same. Raises BuildError where a graph is absent or was changed.
+        A token's result is then the same, bit for bit, whatever is decoded with it, as long as the
+        cache's stride is the same. Raises BuildError where a graph is absent or was changed.
         """
         self.spec, self.device = spec, device
         self.least_rows = 2 if batch_invariant else 1
@@ -49,8 +49,8 @@ class OnnxRuntimeBackend:
             )
         self.layers: list[_Binding] = []
         self.experts_binding, self.head_binding = self._binding("experts"), self._binding("head")
-        self._expert_weights: list[dict[int, list[_Place]]] = []  # of each layer and expert
-        self._placed: list[dict[str, Buffer]] = []  # what is bound by address alone has to stay
+        self._expert_weights: list[dict[int, list[_Place]]] = []  # by layer and expert
+        self._placed: list[dict[str, Buffer]] = []  # keeps alive what is bound by address alone
         self._slot_weights = [[t.name for t in weights] for weights in spec.slot_weights]
 
     def load_weights(self, weights: Weights, progress: Progress) -> None:
@@ -59,9 +59,9 @@ class OnnxRuntimeBackend:
         for layer, file in enumerate(weights.layers):
             block = self.spec.config.block_type(layer)
             placed = self._place(file, progress)
-            own = {t.name: placed[t.name] for t in self.spec.graphs[block].weights}
+            weight_names = [t.name for t in self.spec.graphs[block].weights]
             self.layers.append(self._binding(block))
-            self.layers[-1].bind(tables | own)
+            self.layers[-1].bind(tables | {name: placed[name] for name in weight_names})
             experts = range(self.spec.config.n_routed_experts if block == "moe" else 0)
             self._expert_weights.append({e: self._weights_of(e, placed) for e in experts})
 
@@ -71,21 +71,21 @@ class OnnxRuntimeBackend:
         layer: int,
         inputs: Mapping[str, Buffer],
         outputs: Mapping[str, Buffer],
-        group: int = 0,
+        step_group: int = 0,
     ) -> None:
         self.layers[layer].run(inputs, outputs, f"layer {layer}")
 
     def experts(
         self,
         layer: int,
-        groups: Sequence[Sequence[ExpertSlot]],
+        runs: Sequence[Sequence[ExpertSlot]],
         h: Buffer,
         acc: Buffer,
         spare: Buffer,
     ) -> tuple[Buffer, Buffer]:
         weights = self._expert_weights[layer]
-        for group in groups:
-            for index, slot in enumerate(group):
+        for run in runs:
+            for index, slot in enumerate(run):
                 names = self._slot_weights[index]
                 for name, place in zip(names, weights[slot.expert], strict=True):
                     self.experts_binding.bind_at(name, place)
@@ -99,7 +99,7 @@ class OnnxRuntimeBackend:
         self.head_binding.run({"hidden": hidden}, {"logits": logits}, "the model")
 
     def close(self) -> None:
-        """Nothing is kept from one start to the next."""
+        """Do nothing: nothing is kept from one start to the next."""
 
     def _binding(self, graph: GraphName) -> "_Binding":
         return _Binding(graph, self.sessions[graph], self.device)
@@ -109,19 +109,19 @@ class OnnxRuntimeBackend:
         return self._placed[-1]
 
     def _weights_of(self, expert: int, placed: Mapping[str, Buffer]) -> list[_Place]:
-        """Where an expert's weights lie, in the order of a slot's."""
+        """Places of an expert's weights, in the order of an expert slot's inputs."""
         names = (expert_weight(name, expert) for name in self._slot_weights[0])
         return [_place(self.device, placed[name]) for name in names]
 
 
 class _Binding:
-    """Where a graph's inputs and outputs lie, all of them in place."""
+    """The places that a graph's inputs and outputs are bound to."""
 
     def __init__(self, graph: GraphName, session: Any, device: Device) -> None:
         self.graph, self.session, self.device = graph, session, device
         self._io = session.io_binding()
         self.places: dict[str, _Place] = {}
-        self._given: dict[tuple[str, int], tuple[Array, _Place]] = {}
+        self._copies: dict[tuple[str, int], tuple[Array, _Place]] = {}
 
     def bind(self, buffers: Mapping[str, Buffer]) -> None:
         for name, buffer in buffers.items():
@@ -133,24 +133,26 @@ class _Binding:
             self.places[name] = place
 
     def give(self, name: str, array: Array) -> None:
-        """An input from the host, as it is now.
+        """Bind an input from the host as it is now.
 
-        On the CPU it is copied into an array of ours, one for each length, so that mostly the one
-        that is bound serves again. What is bound for a GPU is copied there at once.
+        On the CPU it is copied into an array of this binding, one for each length, so that the
+        bound one mostly serves again. For a GPU it is copied there at once.
         """
         if self.device.kind != "cpu":
             self._io.bind_ortvalue_input(name, ort_value(array))
             return
         key = name, len(array)
-        if key not in self._given:
-            ours = array.copy()
-            self._given[key] = ours, _place(self.device, ours)
-        held, place = self._given[key]
-        held[...] = array
+        if key not in self._copies:
+            copy = array.copy()
+            self._copies[key] = copy, _place(self.device, copy)
+        copy, place = self._copies[key]
+        copy[...] = array
         self.bind_at(name, place)
 
-    def run(self, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer], of: str) -> None:
-        """Raises BackendError; `of` says whose run it was."""
+    def run(
+        self, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer], subject: str
+    ) -> None:
+        """Raises BackendError naming the subject."""
         self.bind(inputs)
         for name, buffer in outputs.items():
             place = _place(self.device, buffer)
@@ -159,11 +161,11 @@ class _Binding:
                 self.places[name] = place
         try:
             self.session.run_with_iobinding(self._io)
-        except Exception as e:  # a type of its own for each of its statuses
-            raise BackendError(f"graph {self.graph}, {of}: {e}") from e
+        except Exception as e:  # ONNX Runtime has a type for each status
+            raise BackendError(f"graph {self.graph}, {subject}: {e}") from e
 
 
 def _place(device: Device, buffer: Buffer) -> _Place:
-    """As ONNX Runtime takes it: by address, which also an empty buffer has."""
+    """A buffer as ONNX Runtime takes it: by address, which an empty one has too."""
     onnx_type, address = ONNX_TYPE[device.dtype(buffer)], device.address(buffer)
     return device.kind, 0, onnx_type, tuple(buffer.shape), address

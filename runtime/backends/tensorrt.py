@@ -1,11 +1,11 @@
 """Runs the engines: each is loaded once, and has one execution context per layer that it serves.
 
 A layer's weights and the rope tables are bound when they are loaded: to one context per mode, and
-in decode per group of slots (further groups when they first run). A step sets shapes and addresses
+in decode per step group (further ones when they first run). A step sets shapes and addresses
 of what moves, and enqueues: nothing here waits for the GPU. All contexts share one scratch buffer.
 
-Experts come by number, so their contexts, one per mode, are bound anew for each group of slots,
-from a table of addresses. Rows and gates of all slots of a layer go to the GPU in one copy.
+Experts come by number, so their contexts, one per mode, are bound anew for each run from a table of
+addresses. Rows and gates of all expert slots of a layer go to the GPU in one copy.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ Addresses = dict[str, int]
 
 
 class TensorRTBackend:
-    """See the module's docstring; the protocol is `runtime.backends.Backend`."""
+    """runtime.backends.Backend on TensorRT's engines."""
 
     least_rows = 1  # a lone token has the decode profile's kernels, as every batch has
 
@@ -99,15 +99,19 @@ class TensorRTBackend:
         self._scratch = zeros((self._engine_bytes,), np.dtype(np.uint8))
         self._slots = zeros((self._slot_bytes,), np.dtype(np.uint8))
         self._weights = _Uploads(self._gpu, weights.device_bytes, progress)
-        self._layers: list[Addresses] = []  # what every context of a layer is bound to
-        self._blocks: dict[tuple[int, EngineMode, int], Context] = {}  # by layer, mode and group
-        self._experts: list[dict[int, list[int]]] = []  # of each layer and expert
+        self._layers: list[
+            Addresses
+        ] = []  # weights and tables that a layer's contexts are bound to
+        self._blocks: dict[
+            tuple[int, EngineMode, int], Context
+        ] = {}  # by layer, mode and step group
+        self._experts: list[dict[int, list[int]]] = []  # addresses, by layer and expert
         tables = self._weights.place(weights.rope.tensors)
         for layer, file in enumerate(weights.layers):
             block = config.block_type(layer)
             placed = self._weights.place(file.tensors)
-            own = {t.name: placed[t.name] for t in self.spec.graphs[block].weights}
-            self._layers.append(tables | own)
+            weight_names = [t.name for t in self.spec.graphs[block].weights]
+            self._layers.append(tables | {name: placed[name] for name in weight_names})
             for mode in ENGINE_MODES:
                 self._block_context(layer, mode, 0)
             experts = range(config.n_routed_experts if block == "moe" else 0)
@@ -123,10 +127,10 @@ class TensorRTBackend:
         layer: int,
         inputs: Mapping[str, Buffer],
         outputs: Mapping[str, Buffer],
-        group: int = 0,
+        step_group: int = 0,
     ) -> None:
         if inputs["positions"].shape[1] == 1:
-            context = self._block_context(layer, "decode", group)
+            context = self._block_context(layer, "decode", step_group)
         else:
             context = self._block_context(layer, "prefill", 0)
         self._run(context, inputs, outputs, f"layer {layer}")
@@ -134,19 +138,19 @@ class TensorRTBackend:
     def experts(
         self,
         layer: int,
-        groups: Sequence[Sequence[ExpertSlot]],
+        runs: Sequence[Sequence[ExpertSlot]],
         h: Buffer,
         acc: Buffer,
         spare: Buffer,
     ) -> tuple[Buffer, Buffer]:
-        mode, weights, places = self._mode(h), self._experts[layer], self._upload(groups)
+        mode, weights, places = self._mode(h), self._experts[layer], self._upload(runs)
         context, rows = self._expert_contexts[mode], self._slot_rows[mode]
         sums = deque((buffer, self._gpu.address(buffer)) for buffer in (acc, spare))
         context.resize("h", h.shape)
         context.resize("acc", acc.shape)
         context.bind(["h"], [self._gpu.address(h)])
-        for group in groups:
-            for index, (names, slot) in enumerate(zip(self._slot_inputs, group, strict=True)):
+        for run in runs:
+            for index, (names, slot) in enumerate(zip(self._slot_inputs, run, strict=True)):
                 if rows[index] != len(slot.rows):
                     context.resize(names[0], slot.rows.shape)
                     context.resize(names[1], slot.gates.shape)
@@ -162,17 +166,17 @@ class TensorRTBackend:
         self._run(context, {"hidden": hidden}, {"logits": logits}, "the model")
 
     def close(self) -> None:
-        with suppress(DeviceError):  # whoever read from a GPU that failed has been told
+        with suppress(DeviceError):  # a GPU that failed was reported where it was read from
             self._gpu.wait()
         for cache in self.caches:
             cache.save()
 
     def _mode(self, rows: Buffer) -> EngineMode:
-        """Of a graph that knows rows only: the decode profile's, as long as it admits them."""
+        """Mode of a graph that knows rows only: decode, as long as its profile admits them."""
         return "decode" if len(rows) <= self._few else "prefill"
 
-    def _block_context(self, layer: int, mode: EngineMode, group: int) -> Context:
-        key = layer, mode, group
+    def _block_context(self, layer: int, mode: EngineMode, step_group: int) -> Context:
+        key = layer, mode, step_group
         if key not in self._blocks:
             block = self.spec.config.block_type(layer)
             self._blocks[key] = self._context(block, mode, self._layers[layer])
@@ -185,15 +189,15 @@ class TensorRTBackend:
         return context
 
     def _addresses_of(self, expert: int, placed: Addresses) -> list[int]:
-        """Of an expert's weights, in the order of a slot's."""
+        """Addresses of an expert's weights, in the order of an expert slot's inputs."""
         return [placed[expert_weight(name, expert)] for name in self._slot_inputs[0][2:]]
 
-    def _upload(self, groups: Sequence[Sequence[ExpertSlot]]) -> Iterator[int]:
-        """Copy every slot's rows and gates to the GPU; their addresses, in order."""
-        arrays = (array for group in groups for slot in group for array in (slot.rows, slot.gates))
+    def _upload(self, runs: Sequence[Sequence[ExpertSlot]]) -> Iterator[int]:
+        """Copy every expert slot's rows and gates to the GPU; yields their addresses in order."""
+        arrays = (array for run in runs for slot in run for array in (slot.rows, slot.gates))
         pieces = [_padded(array.tobytes()) for array in arrays]
         packed = np.frombuffer(b"".join(pieces), np.uint8)
-        if packed.size > len(self._slots):  # by no step's routing, which was provided for
+        if packed.size > len(self._slots):  # not from a step: its routing always fits
             self._slots = self._gpu.zeros((packed.size,), packed.dtype)
         if pieces:
             self._gpu.write(self._slots[: packed.size], packed)
@@ -204,17 +208,17 @@ class TensorRTBackend:
         context: Context,
         inputs: Mapping[str, Buffer],
         outputs: Mapping[str, Buffer],
-        of: str,
+        subject: str,
     ) -> None:
         for name, buffer in inputs.items():
             context.resize(name, buffer.shape)
         for buffers in (inputs, outputs):
             context.bind(list(buffers), map(self._gpu.address, buffers.values()))
-        context.run(of)
+        context.run(subject)
 
 
 class _Uploads:
-    """All weights on the GPU, and how many bytes of them so far."""
+    """The weights on the GPU, and how many bytes of them are there so far."""
 
     def __init__(self, gpu: CudaDevice, total: int, progress: Progress) -> None:
         self.gpu, self.total, self.progress = gpu, total, progress
@@ -234,12 +238,12 @@ class _Uploads:
 
 
 def _most_slot_bytes(spec: BuildSpec, rows: int) -> int:
-    """Of one layer's rows and gates, each array on a boundary of its own, for this many tokens."""
+    """Bytes of one layer's rows and gates, each array on a boundary, for this many tokens."""
     chosen = rows * spec.config.num_experts_per_tok
-    groups = -(-min(chosen, spec.config.n_routed_experts) // spec.slots)
-    return (chosen + groups * spec.slots) * (8 + 4) + groups * spec.slots * 2 * ALIGNMENT
+    runs = -(-min(chosen, spec.config.n_routed_experts) // spec.slots)
+    return (chosen + runs * spec.slots) * (8 + 4) + runs * spec.slots * 2 * ALIGNMENT
 
 
 def _padded(content: bytes) -> bytes:
-    """Up to the next boundary."""
+    """The content with zeros up to the next boundary."""
     return content.ljust(-(-len(content) // ALIGNMENT) * ALIGNMENT, b"\0")

@@ -1,4 +1,4 @@
-"""Every engine alone and the whole chain, in every case that fits; and what it would be at best."""
+"""Measures every engine alone and the whole chain, in every case that fits, against a floor."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ OnMeasured = Callable[[str], None]
 
 
 class BenchError(RuntimeError):
-    """Nothing that could be measured, or a run that failed; says of what."""
+    """Nothing to measure, or a failed run; names it."""
 
 
 def bench(
@@ -40,44 +40,44 @@ def bench(
 ) -> BenchReport:
     """Measure a chain whose cache is empty; `by` names what runs its graphs. Raises BenchError.
 
-    Of the report, `computed` has the cases that were left out, with why, and the tokens a second of
-    each whole step, beside what the floor would allow.
+    The report's `computed` has the cases that were left out, with reasons, and each whole step's
+    tokens a second, with what the floor would allow.
     """
     cases, left_out = choose_cases(chain, batches, lengths)
     if not cases:
-        raise BenchError(f"nothing to measure: {'; '.join(left_out) or 'no case asked for'}")
+        raise BenchError(f"nothing to measure: {'; '.join(left_out) or 'no case given'}")
     runner = _Bench(chain, by, rounds, on_measured)
     for case in cases:
         with filled(chain, case):
             runner.engines(case)
             runner.steps(case)
     order = [*GRAPHS, CHAIN]
-    found = sorted(runner.found, key=lambda m: order.index(m.what))  # cases stay in order
+    measurements = sorted(runner.measurements, key=lambda m: order.index(m.what))  # cases stay
     computed: dict[str, Any] = {
-        "tokens_per_second": [_rate(m) for m in found if _is_step(m)],
+        "tokens_per_second": [_rate(m) for m in measurements if _is_step(m)],
         "left_out": left_out,
     }
-    return BenchReport(describe_machine(chain), describe_versions(chain), found, computed)
+    return BenchReport(describe_machine(chain), describe_versions(chain), measurements, computed)
 
 
 class _Bench:
-    """What was found so far."""
+    """The measurements so far."""
 
     def __init__(self, chain: Chain, by: str, rounds: int, on_measured: OnMeasured) -> None:
         self.chain, self.by, self.rounds, self.on_measured = chain, by, rounds, on_measured
         self.roofline = Roofline.find(chain.device)
         self.in_a_row = IN_A_ROW if chain.device.kind == "cuda" else 1
-        self.found: list[Measurement] = []
+        self.measurements: list[Measurement] = []
         self._done: set[tuple[str, tuple[int, ...]]] = set()
 
     def engines(self, case: BenchCase) -> None:
-        """Each that another case did not measure with the same sizes. Raises BenchError."""
+        """Measure each engine not yet measured with the same sizes. Raises BenchError."""
         for engine in engine_runs(self.chain, case):
             key = engine.graph, tuple(engine.sizes.values())
             if key in self._done:
                 continue
             self._done.add(key)
-            with _said(engine.graph, case):
+            with _named(engine.graph, case):
                 seconds = measure(self.chain.device, engine.run, self.rounds, self.in_a_row)
                 self._require_finite(engine)
             spec = self.chain.spec
@@ -85,7 +85,7 @@ class _Bench:
             self._add(engine.graph, engine.sizes, seconds, traffic, engine.layers)
 
     def steps(self, case: BenchCase) -> None:
-        """Of the whole chain; what a step appends is dropped again. Raises BenchError."""
+        """Measure the whole chain; a step's rows are dropped again. Raises BenchError."""
         chain, spec = self.chain, self.chain.spec
         ids = np.random.default_rng(1).integers(
             spec.config.vocab_size, size=(case.batch, case.tokens)
@@ -96,7 +96,7 @@ class _Bench:
             for handle in chain.cache.handles:
                 chain.cache.truncate(handle, case.cached)
 
-        with _said(CHAIN, case):
+        with _named(CHAIN, case):
             step = partial(chain.step, tokens)
             seconds = measure(chain.device, step, self.rounds, between=back)
         seconds.pop("launch", None)  # a step waits for the routing of every layer
@@ -116,26 +116,28 @@ class _Bench:
             if self.roofline is not None and clock != "launch":
                 floor = self.roofline.seconds(traffic)
                 floor_of = self.roofline.floor_of(traffic, layers)
-            self.found.append(Measurement(what, self.by, sizes, samples, floor, floor_of, clock))
+            self.measurements.append(
+                Measurement(what, self.by, sizes, samples, floor, floor_of, clock)
+            )
         self.on_measured(what)
 
     def _require_finite(self, engine: EngineRun) -> None:
         for buffer in engine.outputs:
             if not np.isfinite(self.chain.device.read(buffer)).all():
-                raise BenchError("finite results of random inputs expected, found NaN or infinity")
+                raise BenchError("expected finite results of random inputs, got NaN or infinity")
 
 
 @contextmanager
-def _said(what: str, case: BenchCase) -> Iterator[None]:
-    """Errors with what was measured, in which case."""
+def _named(what: str, case: BenchCase) -> Iterator[None]:
+    """Add to errors what was measured, and in which case."""
     try:
         yield
     except (BenchError, BackendError, DeviceError, StepError, CacheError) as e:
         raise BenchError(f"{what}, {case}: {e}") from e
 
 
-def _is_step(found: Measurement) -> bool:
-    return found.what == CHAIN and found.clock == "wall"
+def _is_step(m: Measurement) -> bool:
+    return m.what == CHAIN and m.clock == "wall"
 
 
 def _rate(step: Measurement) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which steps are measured, and a cache filled for one of them."""
+"""The steps to measure, and a cache filled for one of them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ USUAL_LENGTH = 1000
 
 @dataclass(frozen=True)
 class BenchCase:
-    """A step: so many sequences, new tokens of each, and cached rows of each before it."""
+    """A step: the sequences, and for each its new tokens and its cached rows before them."""
 
     batch: int
     tokens: int
@@ -35,7 +35,7 @@ class BenchCase:
 
 
 def usual_batches(chain: Chain) -> list[int]:
-    """One sequence, and as many as a step may have."""
+    """Batches of one sequence and of as many as a step may have."""
     return sorted({1, chain.profile.batch})
 
 
@@ -51,7 +51,7 @@ def choose_cases(
 ) -> tuple[list[BenchCase], list[str]]:
     """Decode of each batch on each length, and prefill on nothing and on each length.
 
-    Also which of them are beyond a limit, and why.
+    Returns also the cases beyond a limit, each with its reason.
     """
     tokens = chain.profile.tokens
     decode = [BenchCase(batch, 1, cached) for batch in batches for cached in lengths]
@@ -80,9 +80,9 @@ def _require(chain: Chain, case: BenchCase) -> None:
 
 @contextmanager
 def filled(chain: Chain, case: BenchCase) -> Iterator[None]:
-    """The cache holds the case's sequences, of random rows, with room for its new tokens.
+    """Fill the cache with the case's sequences, of random rows, and room for its new tokens.
 
-    The rows are all sequences' the same, but each has them in its own slot.
+    All sequences have the same rows, each in its own cache slot.
     """
     cache = chain.cache
     first = cache.allocate()
@@ -98,7 +98,7 @@ def filled(chain: Chain, case: BenchCase) -> Iterator[None]:
 
 
 def _append_random(chain: Chain, count: int) -> None:
-    """To the sequence in slot 0, in pieces as long as what a step can stage."""
+    """Append rows to the sequence in cache slot 0, as many at a time as a step can stage."""
     staged, random = chain.buffers.staged, np.random.default_rng(0)
     rows = random.standard_normal(tuple(staged.shape), np.float32).astype(chain.activation)
     chain.device.write(staged, rows)

@@ -16,11 +16,10 @@ def measure(
     in_a_row: int = 1,
     between: Callable[[], object] = lambda: None,
 ) -> dict[Clock, tuple[float, ...]]:
-    """So many samples of each clock, each the mean of runs that follow one another unwaited for.
+    """Samples of each clock, one a round, each the mean of `in_a_row` runs that nothing waits for.
 
-    Where they are several, one more goes first, whose time on the stream does not count: the others
-    are launched while the GPU is busy. `between` samples, what they did may be undone. Raises
-    DeviceError, and what `run` does.
+    Several runs follow one more, whose time on the stream does not count: they are launched while
+    the GPU is busy. `between` may undo a sample. Raises DeviceError, and what `run` does.
     """
     samples: list[dict[Clock, float]] = []
     for _ in range(WARM_UP + rounds):

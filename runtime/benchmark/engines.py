@@ -1,6 +1,6 @@
 """Each graph alone: runs on random inputs, with the weights of another layer every time.
 
-So that what one layer's run left in a GPU's cache does not speed up the next. Inputs are bound as
+This way, what one layer's run left in a GPU's cache does not speed up the next. Inputs are bound as
 in a step: the cache's own rows as context, and the step's buffers.
 """
 
@@ -24,10 +24,10 @@ BLOCKS: tuple[BlockType, ...] = ("dense", "moe")
 
 @dataclass(frozen=True)
 class EngineRun:
-    """`run` gives one run to the device, of the next of so many layers; of experts a layer's all.
+    """`run` queues one run with the next layer's weights; for experts, all runs of that layer.
 
-    `sizes` are those of the case that it depends on; `outputs` what runs write that a reader of
-    random inputs can hold to be finite.
+    `sizes` are those of the case's sizes that matter; `outputs` are buffers that random inputs
+    leave finite.
     """
 
     graph: GraphName
@@ -38,7 +38,7 @@ class EngineRun:
 
 
 def engine_runs(chain: Chain, case: BenchCase) -> Iterator[EngineRun]:
-    """Of a case that the cache was filled for; each is to be used up before the next is made."""
+    """Runs for the case that the cache was filled for; use each up before taking the next."""
     random = np.random.default_rng(0)
     for block in BLOCKS:
         if chain.config.count(block):
@@ -59,14 +59,14 @@ def _block(
         "x": x.reshape(B, S, -1),
         "positions": buffers.written(buffers.positions, step_positions(lengths, S, chain.config)),
     }
-    own: dict[str, Buffer] = {"y": y.reshape(B, S, -1)}
+    fixed: dict[str, Buffer] = {"y": y.reshape(B, S, -1)}
     if block == "moe":
         experts, gates = buffers.routing.buffers(M)
-        own = {"acc": y, "h": buffers.h[:M], "experts": experts, "expert_weights": gates}
+        fixed = {"acc": y, "h": buffers.h[:M], "experts": experts, "expert_weights": gates}
 
     def bound(layer: int) -> tuple[int, dict[str, Buffer], dict[str, Buffer]]:
         inputs = common | {"context": chain.cache.context(layer, 0, B)}
-        return layer, inputs, own | {"new": buffers.staged[layer, :M].reshape(B, S, -1)}
+        return layer, inputs, fixed | {"new": buffers.staged[layer, :M].reshape(B, S, -1)}
 
     layers = _layers(chain, block)
     turns = cycle([bound(layer) for layer in layers])
@@ -88,7 +88,7 @@ def _run_block(
 
 
 def _experts(chain: Chain, case: BenchCase, random: np.random.Generator) -> EngineRun:
-    """All that a layer's step runs, its routing drawn with every expert as likely as another."""
+    """All expert runs of a layer's step, its routing drawn with all experts equally likely."""
     device, buffers, M = chain.device, chain.buffers, case.rows
     h, (acc, spare) = buffers.h[:M], (stream[:M] for stream in buffers.streams)
     for buffer in (h, acc):
@@ -97,8 +97,8 @@ def _experts(chain: Chain, case: BenchCase, random: np.random.Generator) -> Engi
     turns = cycle([(layer, _routing(chain, M, random)) for layer in layers])
 
     def run() -> None:
-        layer, groups = next(turns)
-        chain.backend.experts(layer, groups, h, acc, spare)
+        layer, runs = next(turns)
+        chain.backend.experts(layer, runs, h, acc, spare)
 
     sizes = {"batch": case.batch, "tokens": case.tokens}
     return EngineRun("experts", sizes, len(layers), run, [spare])

@@ -1,4 +1,4 @@
-"""Where and with what it was measured, for the report."""
+"""The machine and the package versions of a benchmark, for its report."""
 
 import os
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +12,7 @@ PACKAGES = ("numpy", "onnxruntime-gpu", "onnxruntime", "tensorrt-rtx", "tensorrt
 
 
 def describe_machine(chain: Chain) -> dict[str, Any]:
-    """The device that ran it, and what its driver says of it."""
+    """The device that runs the chain, and what its driver says of it."""
     device, host = chain.device, {"processor": _processor(), "cores": os.cpu_count()}
     if not isinstance(device, CudaDevice):
         return {"device": host["processor"]} | host
@@ -26,19 +26,19 @@ def describe_machine(chain: Chain) -> dict[str, Any]:
 
 
 def describe_versions(chain: Chain) -> dict[str, str]:
-    """Of the build that ran, and of the packages installed."""
-    spec, found = chain.spec, {}
+    """Versions of the build and of the installed packages."""
+    spec, installed = chain.spec, {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
     build = {"precision": spec.precision, "config_sha256": spec.config_sha256}
-    return build | {"profile": chain.profile.name} | found
+    return build | {"profile": chain.profile.name} | installed
 
 
 def _processor() -> str:
-    """Its model's name, where Linux says it."""
+    """The processor's model name, where Linux says it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text("utf-8").splitlines() if path.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

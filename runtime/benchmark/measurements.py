@@ -1,10 +1,11 @@
-"""What a benchmark found, in the one JSON form that `make bench` and `runtime bench` write.
+"""A benchmark's measurements, in the JSON that `make bench` and `runtime bench` write.
 
-Things to compare run in turns, so that what else the machine does falls on all of them alike; what
-counts is the median, and how far the middle half of the runs lies apart.
+Things to compare run in turns, so that other load on the machine falls on all of them alike. The
+median counts, and how far the middle half of the runs lies apart.
 """
 
 import dataclasses
+import itertools
 import json
 import statistics
 import time
@@ -13,23 +14,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-REPORT_FORMAT = 1
+from graphs.contract.files import write_text
+from graphs.contract.json_records import decode
 
-# wall: until it was done. On a GPU also stream: between two CUDA events, one before and one behind
-# all that the stream was given; and launch: until the host had given it.
+REPORT_FORMAT = 1
+DERIVED = ("median", "middle_half")  # in the file for readers; not read back
+
+# wall: until the work was done. On a GPU also stream: between two CUDA events, before and behind
+# the work; and launch: until the host had queued it.
 Clock = Literal["wall", "stream", "launch"]
 
 
 class BenchReportError(ValueError):
-    """A file that is no report, or of another format."""
+    """A file that is no benchmark report, or has another format."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Runs of one thing: `what` was done, in which `case` (sizes), `by` whom.
+    """Runs of one thing: `what` was done, in which `case` (sizes), `by` which implementation.
 
-    `floor_seconds` is what the bytes or operations that it cannot do without would take, if that
-    is known; `floor_of` says of what.
+    `floor_seconds` is the time for the bytes or operations that no implementation can avoid, if
+    known; `floor_of` describes it.
     """
 
     what: str
@@ -46,64 +51,58 @@ class Measurement:
 
     @property
     def middle_half(self) -> tuple[float, float]:
-        """The quartiles; of a single run, twice itself."""
+        """The quartiles; for a single run, its seconds twice."""
         if len(self.seconds) == 1:
             return self.seconds[0], self.seconds[0]
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return low, high
 
     def as_dict(self) -> dict[str, Any]:
-        derived = {"median": self.median, "middle_half": self.middle_half}
-        return dataclasses.asdict(self) | derived
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in DERIVED}
 
 
 @dataclass
 class BenchReport:
-    """`machine` and `versions` say where and with what; the rest is what was measured."""
+    """Measurements of one machine and of these package versions."""
 
     machine: dict[str, Any]
     versions: dict[str, str]
     measurements: list[Measurement] = field(default_factory=list)
-    computed: dict[str, Any] = field(default_factory=dict)  # from figures, not from a clock
+    computed: dict[str, Any] = field(default_factory=dict)  # figures that no clock gave
 
     def find(self, what: str, by: str, clock: Clock = "wall", **case: int) -> Measurement:
         """Raises KeyError."""
-        for found in self.measurements:
-            if (found.what, found.by, found.clock, found.case) == (what, by, clock, case):
-                return found
+        for m in self.measurements:
+            if (m.what, m.by, m.clock, m.case) == (what, by, clock, case):
+                return m
         raise KeyError(f"no measurement of {what} by {by} with {case}, clock {clock}")
 
     @classmethod
     def load(cls, path: Path) -> "BenchReport":
-        """Raises ReportError."""
+        """Raises BenchReportError."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            if raw["format"] != REPORT_FORMAT:
-                raise ValueError(f"format {REPORT_FORMAT} expected, found {raw['format']}")
-            measurements = [_measurement(item) for item in raw["measurements"]]
-            return cls(raw["machine"], raw["versions"], measurements, raw["computed"])
-        except (OSError, KeyError, TypeError, ValueError) as e:
+            if (version := raw.pop("format")) != REPORT_FORMAT:
+                raise ValueError(f"expected format {REPORT_FORMAT}, got {version}")
+            for name, item in itertools.product(DERIVED, raw["measurements"]):
+                item.pop(name, None)
+            report: BenchReport = decode(cls, raw)
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as e:
             raise BenchReportError(
-                f"{path}: a benchmark's report expected: {e!r}; measure again"
+                f"{path}: expected a benchmark's report: {e!r}; measure again"
             ) from e
+        return report
 
     def save(self, path: Path) -> None:
         content = {
             "format": REPORT_FORMAT,
             "machine": self.machine,
             "versions": self.versions,
-            "measurements": [found.as_dict() for found in self.measurements],
+            "measurements": [m.as_dict() for m in self.measurements],
             "computed": self.computed,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
-
-
-def _measurement(raw: dict[str, Any]) -> Measurement:
-    own = {f.name: raw[f.name] for f in dataclasses.fields(Measurement)}
-    return Measurement(**own | {"seconds": tuple(own["seconds"])})
+        write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def in_turns(
@@ -121,4 +120,4 @@ def in_turns(
             run()
             if turn >= warm_up:
                 seconds[name].append(time.perf_counter() - start)
-    return {name: tuple(found) for name, found in seconds.items()}
+    return {name: tuple(samples) for name, samples in seconds.items()}

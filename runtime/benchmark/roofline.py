@@ -1,4 +1,4 @@
-"""What the GPU at hand could do at best, as far as its name or its driver tells."""
+"""The best that the GPU at hand could do, as far as its name or its driver tells."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from graphs.budget.traffic import Traffic, roofline_seconds
 from runtime.devices.base import Device
 from runtime.devices.cuda import CudaDevice
 
-AGREEING = 0.1  # of a table's bandwidth, within which the driver's says that it is the same card
+AGREEING = 0.1  # relative difference of bandwidth up to which table and driver mean the same card
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """`gpu` where the table of public figures has it; `bandwidth` in bytes a second."""
+    """`gpu` where the table of public figures has it; bytes a second, with their source."""
 
-    of: str
+    source: str
     gpu: Gpu | None
     bandwidth: float
     cache_bytes: int
@@ -27,12 +27,12 @@ class Roofline:
         bandwidth, cache_bytes = device.driver.bandwidth, device.driver.cache_bytes
         gpu = recognise(device.name, device.sm, bandwidth)
         if gpu is not None:
-            of = f"{gpu.label}, {_rate(gpu.bandwidth)} by its public figures"
-            return cls(of, gpu, gpu.bandwidth, cache_bytes)
+            source = f"{gpu.label}, {_rate(gpu.bandwidth)} by its public figures"
+            return cls(source, gpu, gpu.bandwidth, cache_bytes)
         if not bandwidth:
             return None
-        of = f"{_rate(bandwidth)} by the driver's memory clock and bus width, operations uncounted"
-        return cls(of, None, bandwidth, cache_bytes)
+        clock = "by the driver's memory clock and bus width, operations uncounted"
+        return cls(f"{_rate(bandwidth)} {clock}", None, bandwidth, cache_bytes)
 
     def seconds(self, traffic: Traffic) -> float:
         if self.gpu is None:
@@ -40,20 +40,20 @@ class Roofline:
         return roofline_seconds(traffic, self.gpu)
 
     def floor_of(self, traffic: Traffic, layers: int) -> str:
-        """What the floor is of. It is none where layers that take turns all stay in the L2."""
+        """Describes the floor, which is none where layers that take turns all stay in the L2."""
         if not self.in_cache(traffic, layers):
-            return self.of
-        return f"{self.of}; its L2 of {self.cache_bytes / 1e6:.0f} MB holds all that runs read"
+            return self.source
+        return f"{self.source}; its L2 of {self.cache_bytes / 1e6:.0f} MB holds all that runs read"
 
     def in_cache(self, traffic: Traffic, layers: int) -> bool:
         return traffic.bytes * layers <= self.cache_bytes
 
 
 def recognise(name: str, sm: int, bandwidth: float) -> Gpu | None:
-    """The table's GPU of the driver's name for it, as NVIDIA H100 80GB HBM3.
+    """The table's GPU for the driver's name, such as NVIDIA H100 80GB HBM3.
 
-    Cards of one name differ (H100 SXM and PCIe, RTX 5090 and its laptop's namesake): it is one only
-    where the driver's bandwidth, if it says any, agrees.
+    Cards of one name differ (H100 SXM and PCIe, RTX 5090 and its laptop's namesake), so the
+    driver's bandwidth, if it says any, has to agree.
     """
     words = set(name.lower().replace("-", " ").split())
     for gpu in GPUS.values():

@@ -1,4 +1,4 @@
-"""A report on a terminal: a line for each thing and case, all its clocks beside one another."""
+"""A report on a terminal: a line for each thing and case, with a column for each clock."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ SIZES = ("batch", "tokens", "cached")
 
 
 def table(report: BenchReport, title: str) -> Table:
-    """Milliseconds: medians, and the quartiles of the first clock, of which the ratio is, too."""
+    """Milliseconds: medians; quartiles and the ratio to the floor are the first clock's."""
     clocks = [clock for clock in CLOCKS if any(m.clock == clock for m in report.measurements)]
     first, *others = clocks
     marks = _marks(report)
@@ -25,7 +25,7 @@ def table(report: BenchReport, title: str) -> Table:
     rates = {tuple(rate[size] for size in SIZES): rate for rate in _rates(report)}
     for group in _groups(report):
         leading = group[first]
-        row = {CLOCKS[clock]: number(found.median * 1e3) for clock, found in group.items()}
+        row = {CLOCKS[clock]: number(m.median * 1e3) for clock, m in group.items()}
         low, high = (number(seconds * 1e3) for seconds in leading.middle_half)
         row |= {"quartiles": f"{low}–{high}"} | _floor(leading, marks)
         if leading.what == "chain":
@@ -36,7 +36,7 @@ def table(report: BenchReport, title: str) -> Table:
 
 
 def notes(report: BenchReport) -> Iterator[str]:
-    """What floors are of, and what was not measured."""
+    """What the floors stand for, and the cases left out."""
     marks = _marks(report)
     for floor, mark in marks.items():
         yield f"floor{mark}: {floor}"
@@ -47,20 +47,20 @@ def notes(report: BenchReport) -> Iterator[str]:
 
 
 def _marks(report: BenchReport) -> dict[str, str]:
-    """Of each floor that there is, as many stars as there are others before it."""
+    """For each distinct floor, as many stars as there are floors before it."""
     floors = dict.fromkeys(m.floor_of for m in report.measurements if m.floor_of)
     return {floor: "*" * count for count, floor in enumerate(floors)}
 
 
 def _rates(report: BenchReport) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = report.computed["tokens_per_second"]
-    return found
+    rates: list[dict[str, Any]] = report.computed["tokens_per_second"]
+    return rates
 
 
 def _groups(report: BenchReport) -> list[dict[Clock, Measurement]]:
     groups: dict[tuple[str, tuple[tuple[str, int], ...]], dict[Clock, Measurement]] = {}
-    for found in report.measurements:
-        groups.setdefault((found.what, tuple(found.case.items())), {})[found.clock] = found
+    for m in report.measurements:
+        groups.setdefault((m.what, tuple(m.case.items())), {})[m.clock] = m
     return list(groups.values())
 
 
@@ -69,11 +69,11 @@ def _case(sizes: dict[str, int]) -> tuple[str, str]:
     return f"{sizes['batch']} × {sizes.get('tokens', 1)}", "" if cached is None else f"{cached:,}"
 
 
-def _floor(found: Measurement, marks: dict[str, str]) -> dict[str, str]:
-    if found.floor_seconds is None or found.floor_of is None:
+def _floor(m: Measurement, marks: dict[str, str]) -> dict[str, str]:
+    if m.floor_seconds is None or m.floor_of is None:
         return {}
-    ratio = f"{number(found.median / found.floor_seconds)}{marks[found.floor_of]}"
-    return {"floor": number(found.floor_seconds * 1e3), "× floor": ratio}
+    ratio = f"{number(m.median / m.floor_seconds)}{marks[m.floor_of]}"
+    return {"floor": number(m.floor_seconds * 1e3), "× floor": ratio}
 
 
 def _rate(rate: dict[str, Any]) -> dict[str, str]:
@@ -82,5 +82,5 @@ def _rate(rate: dict[str, Any]) -> dict[str, str]:
 
 
 def number(value: float) -> str:
-    """With three digits that count, or all of a whole number's."""
+    """The value with three significant digits; from 100 up, as a whole number."""
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"

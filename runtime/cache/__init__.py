@@ -1,1 +1,1 @@
-"""The latent cache: its rows, who holds them, and what they cost."""
+"""The latent cache: its rows, the sequences that hold them, and what they cost."""

@@ -1,4 +1,4 @@
-"""Memory for the cache, as a person says it, and the rows that it gives."""
+"""Memory for the cache, as a person writes it, and the rows that it gives."""
 
 import re
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ _UNITS = {"b": 1} | {
 
 
 class BudgetError(CacheError):
-    """No amount of memory, or one that holds too little; shows what was expected or the sum."""
+    """A text that is no amount of memory, or an amount that holds too little."""
 
 
 @dataclass(frozen=True)
 class CacheBudget:
-    """So many bytes, or such a share of the bytes that are free."""
+    """A number of bytes, or a share of the bytes that are free."""
 
     amount: Fraction
-    of_free: bool
+    is_share: bool
 
     @classmethod
     def parse(cls, text: str) -> "CacheBudget":
@@ -36,15 +36,15 @@ class CacheBudget:
         amount = Fraction(number) * (Fraction(1, 100) if share else _UNITS.get(unit.lower(), 0))
         if amount <= 0 or (share and amount > 1):
             raise BudgetError(
-                "memory for the cache: bytes such as 2GiB or 1500MB (a unit of B, kB, MB, GB, TB, "
-                "KiB, MiB, GiB or TiB), or a share of what is free, up to 100%, expected, "
-                f"found {text!r}"
+                "memory for the cache: expected bytes such as 2GiB or 1500MB (a unit of B, kB, MB, "
+                "GB, TB, KiB, MiB, GiB or TiB), or a share of what is free, up to 100%, got "
+                f"{text!r}"
             )
         return cls(amount, share)
 
     def bytes_of(self, free: int) -> int:
-        """Of so many that are free."""
-        return int(self.amount * max(free, 0) if self.of_free else self.amount)
+        """Bytes, where so many are free."""
+        return int(self.amount * max(free, 0) if self.is_share else self.amount)
 
 
 def rows_within(budget: int, layers: int, width: int, itemsize: int, lengths: Sequence[int]) -> int:
@@ -60,8 +60,8 @@ def rows_within(budget: int, layers: int, width: int, itemsize: int, lengths: Se
     if needed > rows:
         sequences = "1 sequence" if count == 1 else f"{count} sequences"
         raise BudgetError(
-            f"memory for the cache: {layers} layers × {width} × {itemsize} bytes = {row:,} bytes a "
-            f"row, so that {budget:,} bytes give {rows} rows; {count} × {stride} = {needed} rows, "
-            f"{needed * row:,} bytes, expected, for {sequences} of up to {longest} rows"
+            f"memory for the cache: expected {count} × {stride} = {needed} rows, "
+            f"{needed * row:,} bytes, for {sequences} of up to {longest} rows, got {budget:,} "
+            f"bytes, {rows} rows of {layers} layers × {width} × {itemsize} bytes = {row:,} bytes"
         )
     return rows

@@ -1,4 +1,4 @@
-"""Why the cache refuses an operation. Whatever it refuses has changed nothing."""
+"""The cache's errors. A refused operation has changed nothing."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ class CacheError(RuntimeError):
 
 
 class CacheFullError(CacheError):
-    """More rows needed than there are, whatever gives way; shows the arithmetic."""
+    """More rows are needed than there are, whatever gives way; the message has the arithmetic."""
 
     def __init__(self, capacity: int, count: int, stride: int, longest: int) -> None:
         super().__init__(
             f"the cache holds {capacity} rows a layer, inactive sequences not counted; slots × "
             f"stride, for a longest sequence of {longest} rows, is {count} × {stride} = "
-            f"{count * stride}; wait until others have ended, or make the cache larger"
+            f"{count * stride}; wait until other sequences have ended, or make the cache larger"
         )
 
 
@@ -27,7 +27,7 @@ class StaleHandleError(CacheError):
         listed = ", ".join(map(str, live[:LISTED])) or "none"
         more = f" and {len(live) - LISTED} more" if len(live) > LISTED else ""
         super().__init__(
-            f"sequence {handle}: no such live sequence (live: {listed}{more}); it was freed, or "
+            f"sequence {handle}: expected an active one ({listed}{more}); this one was freed, or "
             "never allocated"
         )
 

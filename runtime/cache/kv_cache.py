@@ -1,4 +1,4 @@
-"""The latent KV cache: one allocation for all layers, and who has which of its rows.
+"""The latent KV cache: one allocation for all layers, and the sequences in its rows.
 
 `rows` is [layers, rows, W]. The first slots × stride rows of each layer are viewed as [slots,
 stride, W], so that a range of slots is one contiguous batch, bound in place; behind them lie the
@@ -20,7 +20,8 @@ import numpy as np
 
 from graphs.contract.tensorfile import ALIGNMENT, Array
 from runtime.cache.errors import CacheError, NonFiniteError
-from runtime.cache.slots import CacheSlots, RowMove
+from runtime.cache.sequences import RowMove
+from runtime.cache.slots import CacheSlots
 from runtime.cache.strides import ROW_MULTIPLE, require_rows
 from runtime.devices.base import Buffer, Device
 
@@ -45,7 +46,7 @@ class CacheStatistics:
 
 
 class LatentCache:
-    """See the module's docstring. A sequence is known by the handle that `allocate` returned.
+    """A sequence is known by the handle that `allocate` returned; see the module's docstring.
 
     An operation that raises has changed nothing. `handles` and `lengths` are by slot.
     """
@@ -55,11 +56,11 @@ class LatentCache:
     ) -> None:
         """Raises DeviceError where there is no memory for it."""
         if rows < ROW_MULTIPLE or rows % ROW_MULTIPLE:
-            raise ValueError(f"rows: a multiple of {ROW_MULTIPLE} expected, found {rows}")
+            raise ValueError(f"rows: expected a multiple of {ROW_MULTIPLE}, got {rows}")
         if ROW_MULTIPLE * width * dtype.itemsize % ALIGNMENT:
             raise ValueError(
-                f"{ROW_MULTIPLE} rows: a multiple of {ALIGNMENT} bytes expected, found "
-                f"{width} × {dtype.itemsize} bytes a row"
+                f"{ROW_MULTIPLE} rows: expected a multiple of {ALIGNMENT} bytes, got rows of "
+                f"{width} × {dtype.itemsize} bytes"
             )
         self.device, self.dtype = device, dtype
         self.rows: Buffer = device.zeros((layers, rows, width), dtype)
@@ -92,15 +93,14 @@ class LatentCache:
         return len(self.slots.active[self.slots.slot(handle)].tokens)
 
     def tokens(self, handle: int) -> list[int]:
-        """The ids that its rows are of. Raises StaleHandleError."""
+        """The token ids of its rows. Raises StaleHandleError."""
         return list(self.slots.active[self.slots.slot(handle)].tokens)
 
     def allocate(self, prompt: Sequence[int] = ()) -> int:
         """A handle for a new sequence, in the slot behind the last.
 
-        It begins with the longest prefix of the prompt that any sequence has cached, without the
-        last token, which is to be run for its logits; `length` says how much that is. Raises
-        CacheFullError.
+        It begins with the longest prefix of prompt[:-1] that any sequence has cached (the last
+        token is to be run for its logits); `length` says how long that is. Raises CacheFullError.
         """
         self._move(self.slots.allocate(array("q", prompt)))
         return self.slots.issued
@@ -136,18 +136,18 @@ class LatentCache:
         """
         self._move(self.slots.reserve(first, counts))
 
-    def has_room_beside(self, slot: int) -> bool:
-        """Whether the allocation goes on for a further slot behind this one, in use or not."""
+    def has_room_behind(self, slot: int) -> bool:
+        """Whether the cache holds a further slot behind this one, in use or not."""
         return (slot + 2) * self.stride <= self.capacity
 
-    def context(self, layer: int, first: int, count: int, beside: int = 0) -> Buffer:
+    def context(self, layer: int, first: int, count: int, padding: int = 0) -> Buffer:
         """The cached rows of `count` slots, [count, L, W], contiguous, in place; to be read only.
 
-        L is the stride, and just the sequence's length where there is one slot. `beside` more slots
-        may be free ones: what lies there is finite. Raises CacheError where a slot is not in use.
+        L is the stride, or a lone slot's own length. `padding` further slots may be free: what
+        lies there is finite. Raises CacheError where a slot is not in use.
         """
         self.slots.require_slots(first, count)
-        count += beside
+        count += padding
         start = first * self.stride
         if count == 1:
             return self.rows[layer, start : start + len(self.slots.active[first].tokens)][None]
@@ -182,10 +182,10 @@ class LatentCache:
             stride=slots.stride,
             rows_in_use=rows,
             bytes_in_use=rows * bytes_per_token,
-            rows_inactive=slots.inactive_rows,
+            rows_inactive=slots.inactive.count,
             rows_peak=self._peak,
             rows_moved=self._moved,
-            evictions=slots.evictions,
+            evictions=slots.inactive.evictions,
             prefix_hits=slots.prefix_hits,
             prefix_rows=slots.prefix_rows,
             tokens_committed=self._committed,
@@ -221,12 +221,12 @@ class LatentCache:
     def _check_step(self, first: int, staged: Buffer, counts: list[int]) -> None:
         self.slots.require_slots(first, len(counts))
         layers, _, width = self.rows.shape
-        expected, found = (layers, len(counts), max(counts), width), tuple(staged.shape)
-        same = (*expected[:2], width) == (*found[:2], found[-1]) and len(found) == 4
-        if not same or found[2] < expected[2] or self.device.dtype(staged) != self.dtype:
+        expected, shape = (layers, len(counts), max(counts), width), tuple(staged.shape)
+        same = (*expected[:2], width) == (*shape[:2], shape[-1]) and len(shape) == 4
+        if not same or shape[2] < expected[2] or self.device.dtype(staged) != self.dtype:
             raise CacheError(
-                f"commit: {self.dtype} {list(expected)}, or more in its third place, expected, "
-                f"found {self.device.dtype(staged)} {list(found)}"
+                f"commit: expected {self.dtype} {list(expected)}, the third size or more, got "
+                f"{self.device.dtype(staged)} {list(shape)}"
             )
         for b, count in enumerate(counts):
             sequence = self.slots.active[first + b]
@@ -237,7 +237,7 @@ class LatentCache:
                 )
 
     def _require_finite(self, first: int, finite: Array, batch: Array) -> None:
-        """finite: [layers, N]; batch [N]: which row of the batch it is of."""
+        """finite: [layers, rows]; batch: each row's place in the batch."""
         if not finite.all():
-            layer, n = np.argwhere(~finite)[0]
-            raise NonFiniteError(int(layer), self.slots.active[first + int(batch[n])].handle)
+            layer, row = np.argwhere(~finite)[0]
+            raise NonFiniteError(int(layer), self.slots.active[first + int(batch[row])].handle)

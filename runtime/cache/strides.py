@@ -1,4 +1,4 @@
-"""How many rows a slot of the cache has, and whether so many slots fit."""
+"""How many rows a cache slot has, and whether so many slots fit."""
 
 from runtime.cache.errors import CacheFullError
 
@@ -14,12 +14,12 @@ def stride_for(length: int) -> int:
 
 
 def largest_stride(capacity: int, count: int) -> int:
-    """That `count` slots could have: a bucket, or all rows for one alone."""
+    """The most rows that each of `count` slots can have: a bucket, or all rows for one alone."""
     return capacity if count == 1 else stride_for(capacity // count + 1) // 2
 
 
 def least_stride(count: int, longest: int) -> int:
-    """That holds so many sequences, none longer than `longest`; one alone needs no bucket."""
+    """The least that holds sequences of up to `longest` rows; one alone needs no bucket."""
     if count > 1:
         return stride_for(longest)
     return max(-(-longest // ROW_MULTIPLE), 1) * ROW_MULTIPLE

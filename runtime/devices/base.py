@@ -19,15 +19,15 @@ Progress = Callable[[str, int, int], None]  # what, bytes done, bytes in all
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """For those who do not want to know."""
+    """Progress that nobody watches."""
 
 
 class DeviceError(RuntimeError):
-    """No such device, or not enough of its memory; says which, and what would do."""
+    """A device that is missing or lacks memory; the message says what would help."""
 
 
 class Device(Protocol):
-    """One kind of memory. All work is done in the order of the calls."""
+    """One kind of memory. Work is done in the order of the calls."""
 
     kind: Literal["cpu", "cuda"]
     stream: int | None  # the handle of the CUDA stream that all work goes to; None on the host
@@ -39,28 +39,28 @@ class Device(Protocol):
         """A new buffer, zeroed, on a 256-byte boundary. Raises DeviceError."""
 
     def place(self, tensors: Mapping[str, Array], progress: Progress) -> dict[str, Buffer]:
-        """Weights, to be read only, each on a 256-byte boundary. Raises DeviceError.
+        """Read-only weights, each on a 256-byte boundary. Raises DeviceError.
 
         The host leaves them where they lie, mapped from their file.
         """
 
     def view(self, buffer: Buffer, dtype: np.dtype[Any]) -> Buffer:
-        """The same bytes of a buffer of bytes, as one axis of another type."""
+        """A flat buffer's bytes as one axis of another type."""
 
     def dtype(self, buffer: Buffer) -> np.dtype[Any]:
-        """The type of its elements, as numpy and ml_dtypes know it."""
+        """The elements' type, as numpy and ml_dtypes know it."""
 
     def address(self, buffer: Buffer) -> int:
-        """Of its first byte; also where it has no elements.
+        """Address of the first byte; also where the buffer has no elements.
 
-        Raises ValueError where it is not contiguous: what runs a graph would copy it.
+        Raises ValueError where the buffer is not contiguous: what runs a graph would copy it.
         """
 
     def write(self, target: Buffer, source: Array) -> None:
         """Copy from the host, same shape and type. `source` may be changed afterwards."""
 
     def read(self, source: Buffer) -> Array:
-        """A copy on the host, when all that was asked for before has been done."""
+        """A copy on the host, made when all earlier work has been done."""
 
     def take(self, source: Buffer, index: Array, target: Buffer) -> None:
         """target[i] = source[index[i]]; index int64, on the host."""
@@ -69,13 +69,13 @@ class Device(Protocol):
         """Copy rows along axis 1 of [layers, rows, W], where the two places may overlap."""
 
     def put_rows(self, rows: Buffer, places: Array, staged: Buffer, kept: Array) -> None:
-        """rows[:, places] = staged[:, kept], for all layers at once; int64 [N] each, distinct."""
+        """rows[:, places] = staged[:, kept], for all layers at once; both flat int64, distinct."""
 
     def finite_rows(self, staged: Buffer, kept: Array) -> Array:
-        """bool [layers, N], on the host: whether all of staged[layer, kept[n]] is finite."""
+        """bool [layers, len(kept)], on the host: whether staged[layer, kept[i]] is all finite."""
 
     def timed(self, work: Callable[[], object]) -> float | None:
-        """Do work, to its end; the seconds that the stream took for it, None where there is none.
+        """Do work to its end; returns the stream's seconds for it, None where there is no stream.
 
         Raises DeviceError.
         """
@@ -99,7 +99,7 @@ class HostDevice:
             block = np.zeros(count + ALIGNMENT, np.uint8)
         except MemoryError as e:
             raise DeviceError(
-                f"{count:,} bytes of memory asked for, {self.free_bytes():,} are free"
+                f"{count:,} bytes of memory needed, {self.free_bytes():,} are free"
             ) from e
         start = -block.ctypes.data % ALIGNMENT
         return block[start : start + count].view(dtype).reshape(shape)
@@ -111,12 +111,12 @@ class HostDevice:
         return buffer.view(dtype)
 
     def dtype(self, buffer: Buffer) -> np.dtype[Any]:
-        found: np.dtype[Any] = buffer.dtype
-        return found
+        dtype: np.dtype[Any] = buffer.dtype
+        return dtype
 
     def address(self, buffer: Buffer) -> int:
         if not buffer.flags.c_contiguous:
-            raise ValueError(f"a contiguous array expected, found strides {buffer.strides}")
+            raise ValueError(f"expected a contiguous array, got strides {buffer.strides}")
         return int(buffer.ctypes.data)
 
     def write(self, target: Buffer, source: Array) -> None:

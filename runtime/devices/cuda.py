@@ -1,68 +1,21 @@
-"""A GPU's memory, by way of torch.cuda: the one module of the runtime that knows torch.
+"""A GPU's memory, in torch tensors.
 
 All work goes to one stream, in the order of the calls, so nothing waits but `read`. What comes from
 the host is copied to pinned memory first, which torch keeps until the GPU has read it; so a caller
-may change its array at once. What torch does with a GPU, and nothing else, is behind `Driver`: the
-tests put the host's memory there, and work that is put off until somebody waits for it.
+may change its array at once.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from graphs.contract.tensorfile import ALIGNMENT, DTYPES, Array
 from runtime.devices.base import Buffer, DeviceError, Progress
-
-if TYPE_CHECKING:
-    import torch
+from runtime.devices.driver import Driver, TorchDriver
 
 PIECE = 64 * 2**20  # bytes of weights that are copied at a time
 MOVED_AT_ONCE = 16 * 2**20  # bytes of rows that are moved at a time where the two places overlap
-
-
-class Event(Protocol):
-    """A CUDA event that keeps time."""
-
-    def record(self) -> None:
-        """In work that is given to the stream: the stream comes by here."""
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds to another event. Raises RuntimeError before the stream came by both."""
-
-
-class Driver(Protocol):
-    """One GPU and one stream of it."""
-
-    name: str
-    capability: tuple[int, int]
-    stream: int  # its handle
-
-    @property
-    def bandwidth(self) -> float:
-        """Of its memory, bytes a second by its clock and bus width; 0 where they are not known."""
-
-    @property
-    def cache_bytes(self) -> int:
-        """Of its L2; 0 where that is not known."""
-
-    def memory(self) -> tuple[int, int]:
-        """Bytes that are free, and all."""
-
-    def empty(self, count: int) -> "torch.Tensor":
-        """Bytes of the GPU's memory. Raises torch.OutOfMemoryError."""
-
-    def staging(self, count: int) -> "torch.Tensor":
-        """Bytes on the host, for a copy that the stream makes."""
-
-    def event(self) -> Event:
-        """A new one."""
-
-    def submit(self, work: Callable[[], object]) -> None:
-        """Give the stream work in torch's operations, to be done after all that it was given."""
-
-    def wait(self) -> None:
-        """Until the stream has done all that it was given."""
 
 
 class CudaDevice:
@@ -79,13 +32,13 @@ class CudaDevice:
         self.sm = driver.capability[0] * 10 + driver.capability[1]
         dtypes = [*(dtype for _, dtype in DTYPES.values()), np.dtype(np.uint8), np.dtype(bool)]
         self._types = {dtype: getattr(torch, dtype.name) for dtype in dtypes}
-        self._dtypes = {ours: dtype for dtype, ours in self._types.items()}
+        self._dtypes = {torch_type: dtype for dtype, torch_type in self._types.items()}
         self._moved = self._allocate(MOVED_AT_ONCE)
 
     @classmethod
     def open(cls) -> "CudaDevice":
-        """The GPU that CUDA names first. Raises DeviceError that says what is absent."""
-        return cls(_TorchCuda())
+        """The GPU that CUDA names first. Raises DeviceError naming what is missing."""
+        return cls(TorchDriver())
 
     def free_bytes(self) -> int:
         return self.driver.memory()[0]
@@ -122,7 +75,7 @@ class CudaDevice:
 
     def address(self, buffer: Buffer) -> int:
         if not buffer.is_contiguous():
-            raise ValueError(f"a contiguous tensor expected, found strides {buffer.stride()}")
+            raise ValueError(f"expected a contiguous tensor, got strides {buffer.stride()}")
         # data_ptr() of a tensor without elements is 0
         start: int = buffer.untyped_storage().data_ptr()
         return start + int(buffer.storage_offset()) * int(buffer.element_size())
@@ -146,7 +99,7 @@ class CudaDevice:
         layers, _, W = rows.shape
         row_bytes = layers * W * rows.element_size()
         most = len(self._moved) // row_bytes
-        assert most, f"{row_bytes} bytes of a row expected to fit {len(self._moved)}"
+        assert most, f"a row: expected at most {len(self._moved)} bytes, got {row_bytes}"
         starts = range(0, count, most)
         for start in starts if target < source else reversed(starts):
             part, old, new = min(most, count - start), source + start, target + start
@@ -155,16 +108,18 @@ class CudaDevice:
             self._copy(staged, rows[:, new : new + part])
 
     def put_rows(self, rows: Buffer, places: Array, staged: Buffer, kept: Array) -> None:
-        to, of = self._index(places, rows), self._index(kept, rows)
-        self._do(lambda: rows.index_copy_(1, to(), staged.index_select(1, of())))
+        targets, sources = self._index(places, rows), self._index(kept, rows)
+        self._do(lambda: rows.index_copy_(1, targets(), staged.index_select(1, sources())))
 
     def finite_rows(self, staged: Buffer, kept: Array) -> Array:
         import torch
 
-        of, shape = self._index(kept, staged), (staged.shape[0], len(kept))
-        return self._landed(
-            lambda: torch.isfinite(staged.index_select(1, of())).all(dim=2), shape, np.dtype(bool)
-        )
+        sources = self._index(kept, staged)
+
+        def finite() -> Buffer:
+            return torch.isfinite(staged.index_select(1, sources())).all(dim=2)
+
+        return self._landed(finite, (staged.shape[0], len(kept)), np.dtype(bool))
 
     def timed(self, work: Callable[[], object]) -> float | None:
         start, end = self.driver.event(), self.driver.event()
@@ -175,14 +130,14 @@ class CudaDevice:
         return start.elapsed_time(end) / 1000
 
     def wait(self) -> None:
-        """Until all that was asked for has been done. Raises DeviceError where the GPU failed."""
+        """Block until all work has been done. Raises DeviceError where the GPU failed."""
         try:
             self.driver.wait()
         except RuntimeError as e:
             raise self._error(e) from e
 
     def _allocate(self, count: int) -> Buffer:
-        """Bytes, on a 256-byte boundary and with an address of their own even if there are none."""
+        """Bytes on a 256-byte boundary, with an address of their own even where `count` is 0."""
         try:
             buffer = self.driver.empty(max(-(-count // ALIGNMENT), 1) * ALIGNMENT)[:count]
         except RuntimeError as e:
@@ -197,19 +152,19 @@ class CudaDevice:
     def _landed(
         self, make: Callable[[], Buffer], shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> Array:
-        """What `make` gives when its turn comes, copied to the host."""
+        """The buffer that `make` returns when its turn comes, copied to the host."""
         landing = self._staging(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         self._do(lambda: landing.copy_(_flat(make()), non_blocking=True))
         self.wait()
-        found: Array = landing.numpy().copy()
-        return found.view(dtype).reshape(shape)
+        content: Array = landing.numpy().copy()
+        return content.view(dtype).reshape(shape)
 
-    def _index(self, index: Array, beside: Buffer) -> Callable[[], Buffer]:
-        """int64 [N], as a tensor where `beside` is; made when the work is done that needs it."""
+    def _index(self, index: Array, neighbour: Buffer) -> Callable[[], Buffer]:
+        """Makes the index int64, on the neighbour's device, when the work that needs it runs."""
         import torch
 
         staged = self._staged(_bytes_of(index.astype(np.int64)))
-        return lambda: staged.to(beside.device, non_blocking=True).view(torch.int64)
+        return lambda: staged.to(neighbour.device, non_blocking=True).view(torch.int64)
 
     def _staged(self, source: Array) -> Buffer:
         staged = self._staging(source.size)
@@ -220,7 +175,9 @@ class CudaDevice:
         try:
             return self.driver.staging(count)
         except RuntimeError as e:
-            raise DeviceError(f"{count:,} bytes of pinned memory on the host: {e}") from e
+            raise DeviceError(
+                f"{count:,} bytes of pinned memory on the host: not allocated: {e}"
+            ) from e
 
     def _copy(self, source: Buffer, target: Buffer) -> None:
         self._do(lambda: target.copy_(source))
@@ -237,8 +194,8 @@ class CudaDevice:
         if not isinstance(e, torch.OutOfMemoryError):
             return DeviceError(f"{self.name}: {e}; start again, this process has lost the GPU")
         free, total = self.driver.memory()
-        asked = f"{count:,} bytes asked for, " if count else "out of memory, "
-        return DeviceError(f"{self.name}: {asked}{free:,} of its {total:,} are free")
+        need = f"{count:,} bytes needed" if count else "out of memory"
+        return DeviceError(f"{self.name}: {need}, {free:,} of its {total:,} are free")
 
 
 def _bytes_of(array: Array) -> Array:
@@ -250,65 +207,3 @@ def _flat(tensor: Buffer) -> Buffer:
     import torch
 
     return tensor.view(-1).view(torch.uint8)
-
-
-class _TorchCuda:
-    """The Driver of a real GPU."""
-
-    def __init__(self) -> None:
-        """Raises DeviceError."""
-        import torch
-
-        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-            raise DeviceError(
-                f"torch {torch.__version__} is built without CUDA; install a build with it, as "
-                "https://pytorch.org/get-started/locally says, or use the backend onnxruntime"
-            )
-        try:
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-        except RuntimeError as e:
-            missing = "no NVIDIA driver" if "driver" in str(e) else "no GPU"
-            raise DeviceError(
-                f"{missing} that can be used: {e}; or use the backend onnxruntime"
-            ) from e
-        self._cuda, self._empty = torch.cuda, torch.empty
-        self._bytes = torch.uint8
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self.name = torch.cuda.get_device_name()
-        self.capability = torch.cuda.get_device_capability()
-        self.stream: int = self._stream.cuda_stream
-
-    def memory(self) -> tuple[int, int]:
-        free, total = self._cuda.mem_get_info()
-        unused = self._cuda.memory_reserved() - self._cuda.memory_allocated()
-        return free + unused, total
-
-    def empty(self, count: int) -> "torch.Tensor":
-        with self._cuda.stream(self._stream):
-            return self._empty(count, dtype=self._bytes, device="cuda")
-
-    def staging(self, count: int) -> "torch.Tensor":
-        return self._empty(count, dtype=self._bytes, pin_memory=True)
-
-    @property
-    def bandwidth(self) -> float:
-        kilohertz, bits = self._property("memory_clock_rate"), self._property("memory_bus_width")
-        return 2 * kilohertz * 1000 * bits / 8  # two transfers a cycle
-
-    @property
-    def cache_bytes(self) -> int:
-        return self._property("L2_cache_size")
-
-    def _property(self, name: str) -> int:
-        return int(getattr(self._cuda.get_device_properties(), name, 0))
-
-    def event(self) -> Event:
-        event: Event = self._cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        return event
-
-    def submit(self, work: Callable[[], object]) -> None:
-        with self._cuda.stream(self._stream):
-            work()
-
-    def wait(self) -> None:
-        self._stream.synchronize()

@@ -31,10 +31,10 @@ class Weights:
         config = spec.config
 
         def read(file: str, content: str, tensors: Iterable[tuple[str, TensorSpec]]) -> TensorFile:
-            found = TensorFile.open(build / file, spec.file_metadata(content), tensors)
-            if verify or found.path.stat().st_size < VERIFIED_BELOW:
-                found.verify()
-            return found
+            opened = TensorFile.open(build / file, spec.file_metadata(content), tensors)
+            if verify or opened.path.stat().st_size < VERIFIED_BELOW:
+                opened.verify()
+            return opened
 
         vocabulary = TensorSpec(
             "embed.weight", spec.cache_dtype, (config.vocab_size, config.hidden_size)
@@ -53,7 +53,7 @@ class Weights:
 
     @property
     def device_bytes(self) -> int:
-        """Of all tensors that runs read; the embedding stays on the host."""
+        """Bytes of all tensors that runs read; the embedding stays on the host."""
         files = (*self.layers, self.head, self.rope)
         return sum(array.nbytes for file in files for array in file.tensors.values())
 

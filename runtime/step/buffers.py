@@ -1,4 +1,4 @@
-"""What a step writes and reads apart from weights and cache, allocated once for the largest."""
+"""A step's buffers, apart from weights and cache, allocated once for the largest step."""
 
 from dataclasses import dataclass
 
@@ -14,15 +14,15 @@ from runtime.step.expert_routing import ExpertRouting
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """A residual stream as the experts and the head see it, [M, D], and as the blocks do."""
+    """A residual stream: [M, D] for experts and head, [B, S, D] for blocks, in the same memory."""
 
     rows: Buffer
-    tokens: Buffer  # [B, S, D], the same memory
+    tokens: Buffer
 
 
 @dataclass(frozen=True)
 class StepViews:
-    """What the blocks of a step of B sequences of S tokens read and write, M = B·S."""
+    """Buffers that a step's blocks read and write, for B sequences of S tokens, M = B·S."""
 
     streams: tuple[ResidualStream, ResidualStream]
     h: Buffer  # [M, D]
@@ -36,7 +36,7 @@ class StepBuffers:
 
     streams: two of fp32 [M, D], input and output in turn; h [M, D], in the activation's type;
     staged [layers, M, W], the new cache rows; positions int64 [M]; logits fp32, grown where a step
-    wants more of them than the batch has sequences.
+    needs more of them than the batch has sequences.
     """
 
     def __init__(self, device: Device, spec: BuildSpec, profile: Profile) -> None:
@@ -62,12 +62,12 @@ class StepBuffers:
         return target
 
     def staged_rows(self, B: int, S: int) -> Buffer:
-        """[layers, B, S, W]: what all blocks of a step wrote."""
+        """[layers, B, S, W]: the cache rows that all blocks of a step wrote."""
         layers, _, W = self.staged.shape
         return self.staged[:, : B * S].reshape(layers, B, S, W)
 
     def views(self, B: int, S: int) -> StepViews:
-        """Made once for each size: on a GPU, making one takes longer than passing it on."""
+        """Views for B sequences of S tokens, made once: on a GPU, making takes longer than use."""
         if (B, S) not in self._views:
             M = B * S
             rows = [stream[:M] for stream in self.streams]
@@ -78,7 +78,7 @@ class StepBuffers:
         return self._views[B, S]
 
     def head(self, rows: int) -> tuple[Buffer, Buffer]:
-        """fp32 [rows, D] and [rows, vocab]: what the head reads and writes. Raises DeviceError."""
+        """The head's input fp32 [rows, D] and output [rows, vocab]. Raises DeviceError."""
         if rows > len(self._logits):
             fp32 = np.dtype(np.float32)
             self._rows = self.device.zeros((rows, self._rows.shape[1]), fp32)
@@ -87,12 +87,12 @@ class StepBuffers:
 
 
 def most_rows(profile: Profile) -> int:
-    """Of a step, and two, rounded up to a whole number of what the cache's strides are made of."""
+    """A step's most rows, at least two, rounded up to a multiple of the cache's 64."""
     return least_stride(1, max(profile.batch, profile.tokens, 2))
 
 
 def buffer_bytes(spec: BuildSpec, profile: Profile) -> int:
-    """What StepBuffers takes of a device's memory, without its grown logits."""
+    """Bytes of the device's memory for StepBuffers, without grown logits."""
     config, M = spec.config, most_rows(profile)
     item = DTYPES[spec.cache_dtype][1].itemsize
     hidden = M * config.hidden_size * (2 * 4 + item)

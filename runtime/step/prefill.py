@@ -1,4 +1,4 @@
-"""One prompt in chunks, with the logits of every token if asked: what scoring and parity need."""
+"""Runs one prompt in chunks, for scoring and parity."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,12 +9,12 @@ from runtime.step.chain import Chain, StepError, require_ids
 def prefill(
     chain: Chain, handle: int, ids: Sequence[int], chunk: int, all_logits: bool = False
 ) -> Iterator[Array]:
-    """Run a prompt in chunks on a sequence; yields logits of the last (or every) token of each.
+    """Run a prompt in chunks on a sequence; yields logits of each chunk's last (or every) token.
 
-    Raises StepError, before anything ran, where any of the prompt is beyond a limit.
+    Raises StepError before anything ran where any of the prompt is beyond a limit.
     """
     if chunk < 1:
-        raise StepError(f"chunk: at least 1 expected, found {chunk}")
+        raise StepError(f"chunk: expected at least 1, got {chunk}")
     rows = chain.cache.length(handle) + len(ids)
     require_ids(ids, chain.config.vocab_size)
     chain.require("tokens", chunk, chain.profile.tokens)

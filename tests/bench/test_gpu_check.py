@@ -10,6 +10,7 @@ from bench import gpu_check
 from graphs.contract.spec import BuildSpec
 from runtime.backends import BackendError
 from runtime.devices.base import DeviceError
+from runtime.devices.cuda import CudaDevice
 from runtime.devices.weights import Weights
 from runtime.step.chain import Chain
 from tests.support.builds import PROFILE, Build, OpenBackend
@@ -67,7 +68,7 @@ def test_without_a_gpu_it_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> None:
         raise DeviceError("no GPU")
 
-    monkeypatch.setattr(gpu_check.CudaDevice, "open", absent)
+    monkeypatch.setattr(CudaDevice, "open", absent)
     done = CliRunner().invoke(gpu_check.app, ["build"])
     assert isinstance(done.exception, DeviceError)
 
@@ -76,9 +77,9 @@ def test_without_a_gpu_it_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_status_says_whether_all_passed(
     monkeypatch: pytest.MonkeyPatch, failed: int, status: int
 ) -> None:
-    monkeypatch.setattr(gpu_check.CudaDevice, "open", lambda: GPU)
-    monkeypatch.setattr(gpu_check, "tests", lambda: gpu_check.Row("tests", 5, 0, 0, 1.0))
-    row = gpu_check.Row("parity, fp8", 7, failed, 0, 1.0)
+    monkeypatch.setattr(CudaDevice, "open", lambda: GPU)
+    monkeypatch.setattr(gpu_check, "tests", lambda: gpu_check.CheckRow("tests", 5, 0, 0, 1.0))
+    row = gpu_check.CheckRow("parity, fp8", 7, failed, 0, 1.0)
     monkeypatch.setattr(gpu_check, "parity", lambda build, gpu: [row])
     done = CliRunner().invoke(gpu_check.app, ["build"])
     assert done.exit_code == status and "parity, fp8" in done.output

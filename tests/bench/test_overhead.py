@@ -2,9 +2,6 @@
 on the machine. `python -m bench.host.overhead` measures the same in microseconds.
 """
 
-import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.host import compile_time, startup
+from bench.host import startup
 from bench.host.null_engines import (
     NullBackend,
     OpenBackend,
@@ -27,7 +24,6 @@ from graphs.contract.spec import BuildError, BuildSpec
 from runtime.step.chain import Chain
 from tests.support.builds import Build
 
-ROOT = Path(__file__).parents[2]
 PROFILE = Profile()
 
 
@@ -123,25 +119,6 @@ def test_tensorrt_is_told_of_what_changed_only(
         assert found["set_tensor_address"] == addresses and found["set_input_shape"] == 0
 
 
-def test_the_functions_that_compile_time_is_told_of_are_there() -> None:
-    """The probe has wrapped them all when their modules have been imported."""
-    script = (
-        "import os; os.environ['POLYGRAPHY_USE_TENSORRT_RTX'] = '1'\n"
-        "import export.engine.to_onnx, graphs.engines.compile, polygraphy.backend.trt\n"
-        "import sitecustomize\n"
-        "print(sitecustomize.PHASES, graphs.engines.compile._refuse_slow.__wrapped__.__name__)"
-    )
-    probe = {
-        "PYTHONPATH": str(ROOT / "bench" / "host" / "startup_probe"),
-        "PHASES_FILE": os.devnull,
-    }
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | probe, capture_output=True, text=True, check=False
-    )
-    assert done.stdout.strip() == "{} _refuse_slow", done.stderr
-
-
 def test_a_layer_and_the_rest_make_a_step(
     spec: BuildSpec, backends: dict[str, OpenBackend]
 ) -> None:
@@ -151,20 +128,8 @@ def test_a_layer_and_the_rest_make_a_step(
     assert table(found).row_count == 4
 
 
-def test_a_start_is_timed_in_parts(nano: Build, tmp_path: Path) -> None:
-    imports, load, first_token = startup.start(nano("fp32"), 1)
-    assert min(imports, load, first_token) > 0
+@pytest.mark.slow
+def test_a_start_is_timed(nano: Build, tmp_path: Path) -> None:
+    assert startup.first_token(nano("fp32"), 1) > 0
     with pytest.raises(BuildError, match=r"no spec\.json"):
-        startup.start(tmp_path, 1)
-
-
-def test_the_phases_of_all_processes_of_a_kind_are_added_up(tmp_path: Path) -> None:
-    child = {"argv": ["python", "-c", "spawn_main()"], "seconds": {"imports": 1.0, "build": 2.0}}
-    idle = {"argv": ["python", "-c", "resource_tracker"], "seconds": {"rest": 9.0}}
-    parent = {"argv": ["python", "-m", "graphs", "compile", "x"], "seconds": {"rest": 3.0}}
-    path = tmp_path / "phases.jsonl"
-    path.write_text("\n".join(json.dumps(one) for one in (child, idle, child, parent)), "utf-8")
-    found = compile_time.read_phases(path)
-    assert set(found) == {"building an engine", "graphs compile"}
-    assert found["building an engine"] == {"imports": 2.0, "build": 4.0, "processes": 2}
-    assert compile_time.share_before([compile_time.Make("sm120", 3.0, found)]) == 1 / 3
+        startup.first_token(tmp_path, 1)

@@ -302,7 +302,7 @@ def test_the_bar(change: float, fails: bool) -> None:
         [QualityRow("fp32", "fp32", 1.7, 1.0, 1, 0), QualityRow(FP8, "fp32", 1.7, change, 1, 0)]
     )
     assert (message is not None) == fails
-    assert message is None or "at most 0.25% more bits than fp32 expected, found +0.25" in message
+    assert message is None or "expected at most 0.25% more bits than fp32, got +0.25" in message
 
 
 def test_a_damaged_fp8_build_fails_with_both_tables(
@@ -315,7 +315,7 @@ def test_a_damaged_fp8_build_fails_with_both_tables(
     (tmp_path / "text").write_bytes(TEXT[:400])
     arguments = [NANO, tmp_path, "--text", tmp_path / "text", "--part", 100]
     done = CliRunner().invoke(quality_app, list(map(str, arguments)))
-    assert done.exit_code == 1 and "error: fp8: at most 0.25%" in done.stderr
+    assert done.exit_code == 1 and "error: fp8: expected at most 0.25%" in done.stderr
     assert done.stdout.count("| bits per byte |") == 2
     assert "400 bytes; INT4 in groups of 16" in done.stdout
     result = json.loads((tmp_path / "quality.json").read_text())

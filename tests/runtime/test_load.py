@@ -39,7 +39,7 @@ def test_a_share_is_of_what_the_buffers_leave_free(
     ("cache", "expected"),
     [
         (0, "at least 1 expected, found 0"),
-        ("100kB", r"4 layers × 144 × 4 bytes = 2,304 bytes a row.* 100,000 bytes give 0 rows"),
+        ("100kB", r"got 100,000 bytes, 0 rows of 4 layers × 144 × 4 bytes = 2,304 bytes$"),
         ("lots", "bytes such as 2GiB"),
     ],
 )

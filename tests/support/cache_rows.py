@@ -69,7 +69,7 @@ def read(cache: LatentCache, first: int, count: int) -> Array:
 
 def inactive(cache: LatentCache) -> list[list[int]]:
     """Least recently used first."""
-    return [list(kept.tokens) for kept in cache.slots.inactive]
+    return [list(kept.tokens) for kept in cache.slots.inactive.sequences]
 
 
 def expect_contents(cache: LatentCache) -> None:
@@ -83,7 +83,7 @@ def expect_contents(cache: LatentCache) -> None:
         if together is not None:
             found = together[:, slot, : cache.length(handle)]
             assert np.array_equal(found, expected), f"slot {slot} of {count}"
-    for kept in cache.slots.inactive:
+    for kept in cache.slots.inactive.sequences:
         found = everything[:, kept.start : kept.start + len(kept.tokens)]
         assert np.array_equal(found, rows_of(kept.tokens, cache.dtype)), f"row {kept.start}"
 
@@ -94,7 +94,7 @@ def unchanged(cache: LatentCache, error: type[CacheError], match: str = ".") -> 
 
     def everything() -> tuple:
         tokens = [cache.tokens(handle) for handle in cache.handles]
-        starts = [kept.start for kept in cache.slots.inactive]
+        starts = [kept.start for kept in cache.slots.inactive.sequences]
         rows = cache.device.read(cache.rows).tobytes()
         return cache.handles, tokens, inactive(cache), starts, cache.stats, rows
 

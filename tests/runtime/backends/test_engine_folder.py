@@ -58,7 +58,7 @@ def folder(nano: Build, tmp_path: Path) -> Folder:
 def test_engines_of_another_gpu_are_refused(nano: Build, tmp_path: Path) -> None:
     folder = Folder(nano("fp32"), tmp_path, sm=89)
     expected = (
-        "engines for sm89, but this GPU, Double RTX 6000, is sm120; compile them: `python -m "
+        "expected engines for this GPU, Double RTX 6000, sm120, got sm89; compile them: `python -m "
         "graphs compile BUILD --target sm120`"
     )
     with pytest.raises(BuildError) as e:
@@ -85,7 +85,7 @@ def test_engines_of_another_version_are_refused(nano: Build, tmp_path: Path) -> 
     folder = Folder(nano("fp32"), tmp_path, version="1.6.0.5")
     with pytest.raises(
         BuildError,
-        match=r"dense.engine: tensorrt_rtx 1.7.1.116 is installed, 1.6.0.5 built it; compile again",
+        match=r"expected an engine built by tensorrt_rtx 1.7.1.116, got one by 1.6.0.5; compile it",
     ):
         folder.open()
 
@@ -107,7 +107,8 @@ def test_damaged_or_missing_engines_are_refused(folder: Folder) -> None:
     engine.write_bytes(content)
     folder.manifest(lambda manifest: manifest["profile"].update(tokens=32))
     with pytest.raises(
-        BuildError, match=r"dense.engine: prefill: other shapes than profile b4t32c256 has; compile"
+        BuildError,
+        match=r"dense.engine: prefill: expected the shapes of profile b4t32c256, got others; c",
     ):
         folder.open()
     (folder.path / "manifest.json").unlink()
@@ -129,20 +130,25 @@ def test_an_engine_that_is_not_what_the_spec_says_is_refused(
 ) -> None:
     names = [t.name for t in folder.spec.graphs["dense"].inputs]
     cos = names.index("cos")
-    for change, expected in [
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"name": "sin2"}, "dense.engine: tensors cos, sin2: only in one of engine and spec"),
         (
             {"dtype": "bfloat16"},
-            "dense.engine: cos: type DataType.BF16 expected, found DataType.FL",
+            "dense.engine: cos: expected type DataType.BF16, got DataType.FL",
         ),
-        ({"dims": (8192, 17)}, r"cos: shape \(8192, 17\) expected, found \(8192, 16\); compile"),
-    ]:
+        ({"dims": (8192, 17)}, r"cos: expected shape \(8192, 17\), got \(8192, 16\); compile"),
+    ]
+    for change, expected in changes:
         with pytest.raises(BuildError, match=expected):
             folder.open(changed(folder.spec, cos, **change))
     for name, what, expected in [
-        ("get_tensor_location", TensorLocation.HOST, "x: location TensorLocation.DEVICE expected"),
-        ("get_tensor_mode", TensorIOMode.NONE, "x: direction .*INPUT expected"),
-        ("get_tensor_profile_shape", [[1, 1, 224]] * 3, r"decode: x: .*\(4, 1, 224\)\) expected"),
+        ("get_tensor_location", TensorLocation.HOST, "x: expected location TensorLocation.DEVICE"),
+        ("get_tensor_mode", TensorIOMode.NONE, "x: expected direction .*INPUT"),
+        (
+            "get_tensor_profile_shape",
+            [[1, 1, 224]] * 3,
+            r"decode: x: expected .*\(4, 1, 224\)\), got",
+        ),
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(EngineDouble, name, lambda *a, found=what: found)
@@ -155,7 +161,7 @@ def test_an_engine_that_is_not_what_the_spec_says_is_refused(
         self.num_optimization_profiles = 1
 
     monkeypatch.setattr(EngineDouble, "__init__", one_profile)
-    with pytest.raises(BuildError, match="2 profiles expected, found 1; compile it again"):
+    with pytest.raises(BuildError, match="expected 2 profiles, got 1; compile it again"):
         folder.open()
 
 

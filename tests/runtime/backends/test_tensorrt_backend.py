@@ -3,10 +3,13 @@ copies and allocates for it, and that no refusal is lost.
 """
 
 import dataclasses
+import itertools
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ import pytest
 from graphs.contract.manifest import Compiler
 from graphs.contract.spec import BuildSpec, GraphName
 from graphs.contract.tensorfile import DTYPES, Array
-from runtime.backends import Backend, BackendError, ExpertSlot
+from runtime.backends import BackendError, ExpertSlot
 from runtime.backends.tensorrt import TensorRTBackend
 from runtime.devices.base import DeviceError, no_progress
 from runtime.devices.cuda import MOVED_AT_ONCE, CudaDevice
@@ -24,6 +27,7 @@ from runtime.load import load_chain
 from runtime.step.chain import Chain
 from tests.support.builds import Build, OpenBackend
 from tests.support.doubles import tensorrt as tensorrt_double
+from tests.support.doubles.context import ContextDouble
 from tests.support.doubles.cuda import DriverDouble
 from tests.support.doubles.opened import FP32, PROFILE, Opened, run_graph
 from tests.support.doubles.tensorrt import (
@@ -51,7 +55,7 @@ def slots(M: int, experts: list[int]) -> list[list[ExpertSlot]]:
     return [used[i : i + 8] for i in range(0, len(used), 8)]
 
 
-def run_experts(backend: Backend, M: int, groups: list[list[ExpertSlot]], layer: int = 2) -> Array:
+def run_experts(backend: Any, M: int, groups: list[list[ExpertSlot]], layer: int = 2) -> Array:
     device, rng = backend.device, np.random.default_rng(M)
     D = backend.spec.config.hidden_size
     activation = DTYPES[backend.spec.cache_dtype][1]
@@ -81,15 +85,16 @@ def test_every_graph_gives_what_onnx_runtime_gives(
         Opened(nano(precision), tmp_path).backend,
         onnxruntime_backend(precision, PROFILE),
     )
-    for graph, (B, S, L) in [(g, s) for g in ("dense", "moe", "head") for s in STEPS]:
+    graphs: list[GraphName] = ["dense", "moe", "head"]
+    for graph, (B, S, L) in itertools.product(graphs, STEPS):
         for layer in (1, 3):
             found = run_graph(ours, graph, B, S, L, layer)
             for name, expected in run_graph(theirs, graph, B, S, L, layer).items():
                 assert found[name].tobytes() == expected.tobytes(), (graph, B, S, L, layer, name)
     for M, chosen in (1, [3]), (4, [0, 2, 5]), (16, [0, 1, 2, 3, 4, 5, 6, 7, 1, 3]), (5, [6] * 9):
         groups = slots(M, chosen)
-        found, expected = (run_experts(backend, M, groups) for backend in (ours, theirs))
-        assert found.tobytes() == expected.tobytes(), (M, chosen)
+        sums = [run_experts(backend, M, groups) for backend in (ours, theirs)]
+        assert sums[0].tobytes() == sums[1].tobytes(), (M, chosen)
 
 
 @pytest.mark.parametrize("compiler", ["rtx", "tensorrt"])
@@ -98,7 +103,7 @@ def test_both_flavours_say_the_same(
 ) -> None:
     one = Opened(nano("fp32"), tmp_path, compiler=compiler)
     assert one.double.__name__ == {"rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}[compiler]
-    found = []
+    found: list[list[list[list[int]]]] = []
     for backend in (one.backend, onnxruntime_backend("fp32", PROFILE)):
         chain = Chain(one.spec, one.weights, backend, PROFILE, 256)
         chain.cache.allocate()
@@ -118,11 +123,10 @@ def test_a_step_binds_only_what_moves(opened: Opened) -> None:
     """5 tensors of a dense block, 8 of a MoE block: weights and tables were bound once. Of shapes
     only those that are not the last run's.
     """
-    for graph, moving in ("dense", 5), ("moe", 8):
+    moved: list[tuple[GraphName, int]] = [("dense", 5), ("moe", 8)]
+    for graph, moving in moved:
         for B, S, L, shapes in (3, 1, 8, 3), (3, 1, 8, 0), (3, 1, 9, 1), (1, 5, 8, 3), (1, 5, 8, 0):
-            calls = opened.counted(
-                lambda g=graph, b=B, s=S, c=L: run_graph(opened.backend, g, b, s, c)
-            )
+            calls = opened.counted(partial(run_graph, opened.backend, graph, B, S, L))
             assert calls.pop("set_input_shape", 0) == shapes
             assert calls == {"set_tensor_address": moving, "execute_async_v3": 1}
     assert opened.counted(lambda: run_graph(opened.backend, "head", 3, 1, 0)) == {
@@ -141,9 +145,8 @@ def test_one_context_per_layer_mode_and_group_of_slots(opened: Opened) -> None:
 
     def block(B: int, S: int, group: int) -> None:
         backend, run = opened.backend, opened.backend.block
-        backend.block = lambda *arguments: run(*arguments, group)  # type: ignore[method-assign]
-        run_graph(backend, "moe", B, S, 8)
-        backend.block = run  # type: ignore[method-assign]
+        with mock.patch.object(backend, "block", lambda *arguments: run(*arguments, group)):
+            run_graph(backend, "moe", B, S, 8)
 
     for group, expected in (0, 0), (1, 1), (1, 0), (2, 1), (0, 0):
         before = len(contexts)
@@ -160,7 +163,12 @@ def test_rows_of_an_expert_go_to_the_gpu_in_one_copy(
 ) -> None:
     writes: list[int] = []
     write = CudaDevice.write
-    monkeypatch.setattr(CudaDevice, "write", lambda *a: writes.append(a[2].nbytes) or write(*a))
+
+    def counted(*arguments: Any) -> None:
+        writes.append(arguments[2].nbytes)
+        write(*arguments)
+
+    monkeypatch.setattr(CudaDevice, "write", counted)
     groups = slots(16, [0, 1, 2, 3, 4, 5, 6, 7, 1, 3])
     before = opened.double.runs["experts"]
     calls = opened.counted(lambda: run_experts(opened.backend, 16, groups))
@@ -268,8 +276,8 @@ def test_refusals_while_loading_are_errors(
     planted(
         EngineDouble, "create_execution_context", lambda *a: None, "dense: create_execution_context"
     )
-    context = tensorrt_double.ContextDouble
-    planted(context, "set_optimization_profile_async", refuse, "decode: the profile itself refused")
+    context = ContextDouble
+    planted(context, "set_optimization_profile_async", refuse, "decode: the profile refused")
     planted(
         context, "set_device_memory", refuse, r"dense.*[0-9,]+ bytes of scratch refused: .*: no"
     )
@@ -280,7 +288,7 @@ def test_refusals_while_loading_are_errors(
     def no_runtime(logger: Any) -> None:
         raise TypeError("pybind11::init(): factory function returned nullptr")
 
-    double = TensorRTDouble()
+    double: Any = TensorRTDouble()
     double.Runtime = no_runtime
     spec = BuildSpec.load(nano("fp32"))
     folder = write_double_engines(nano("fp32"), spec, PROFILE, into=tmp_path)
@@ -313,7 +321,7 @@ def test_out_of_memory_while_loading_leaves_nothing_behind(nano: Build, tmp_path
     backend, double = open_double(build, spec, PROFILE, tmp_path, driver=driver)
     weights, free = Weights.open(build, spec), double.device.free_bytes()
     driver.fails_at = driver.allocations + 5
-    with pytest.raises(DeviceError, match=r"bytes asked for, .* are free"):
+    with pytest.raises(DeviceError, match=r"bytes needed, .* are free"):
         backend.load_weights(weights, no_progress)
     backend.load_weights(weights, no_progress)  # a retry
     assert np.isfinite(run_graph(backend, "moe", 3, 1, 8)["acc"]).all()
@@ -330,14 +338,14 @@ def test_memory_that_does_not_do_is_said_with_the_sum() -> None:
     with pytest.raises(DeviceError) as e:
         plan.require(301)
     assert str(e.value) == (
-        "weights 600 + scratch 50 + step buffers 50 + cache 301 = 1,001 bytes asked for, 1,000 are "
+        "weights 600 + scratch 50 + step buffers 50 + cache 301 = 1,001 bytes needed, 1,000 are "
         "free; it would take 2 with as much free"
     )
     big = dataclasses.replace(plan, weights=1_030_800)
     assert big.left < 0
     with pytest.raises(DeviceError, match="it would take 1146 with as much free"):
         big.require(0)
-    with pytest.raises(DeviceError, match="more devices like this would not do"):
+    with pytest.raises(DeviceError, match="more devices like this would not help"):
         MemoryPlan(free=100, weights=1, scratch=60, buffers=40).require(0)
 
 

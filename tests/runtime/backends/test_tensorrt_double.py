@@ -19,8 +19,8 @@ from graphs.contract.tensorfile import DTYPES, Array
 from graphs.engines.tensorrt import load_tensorrt
 from runtime.devices.base import Buffer, DeviceError
 from tests.support.builds import Build
+from tests.support.doubles.context import ContextDouble
 from tests.support.doubles.tensorrt import (
-    ContextDouble,
     DataType,
     EngineDouble,
     ExecutionContextAllocationStrategy,
@@ -60,7 +60,7 @@ class Ready:
         path = write_double_engines(build, spec, PROFILE, into=folder, **engine)
         self.file = (path / f"{graph}.engine").read_bytes()
         self.runtime = self.double.Runtime(self.log)
-        self.engine = self.runtime.deserialize_cuda_engine(self.file)
+        self.engine: Any = self.runtime.deserialize_cuda_engine(self.file)
         if self.engine is None:
             return
         self.context = self.new_context()
@@ -80,15 +80,15 @@ class Ready:
         return self.engine.create_execution_context(ExecutionContextAllocationStrategy.USER_MANAGED)
 
     def bind(self, name: str, address: int) -> bool:
-        return self.context.set_tensor_address(name, address)
+        return bool(self.context.set_tensor_address(name, address))
 
     def run(self) -> bool:
-        return self.context.execute_async_v3(self.double.driver.stream)
+        return bool(self.context.execute_async_v3(self.double.driver.stream))
 
     def read(self, name: str) -> Array:
         return self.device.read(self.buffers[name])
 
-    def refused(self, done: bool | None, why: str) -> None:
+    def refused(self, done: object, why: str) -> None:
         assert not done
         assert why in self.log.errors[-1], self.log.errors
 
@@ -307,7 +307,7 @@ def test_only_rtx_has_strategies_and_a_runtime_cache(
     spec = BuildSpec.load(nano("fp32"))
     folder = write_double_engines(nano("fp32"), spec, PROFILE, compiler, tmp_path)
     content = (folder / "head.engine").read_bytes()
-    engine = double.Runtime(Log()).deserialize_cuda_engine(content)
+    engine: Any = double.Runtime(Log()).deserialize_cuda_engine(content)
     if compiler == "tensorrt":
         with pytest.raises(AssertionError, match="no strategies"):
             engine.create_runtime_config()

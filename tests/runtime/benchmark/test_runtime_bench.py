@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import runtime.__main__ as command_line
+from graphs import cli
 from graphs.budget.gpus import find_gpu
 from graphs.budget.traffic import chain_traffic, graph_traffic, roofline_seconds
 from graphs.contract.manifest import Profile
 from graphs.contract.spec import BuildSpec
-from runtime.benchmark import clocks
 from runtime.benchmark.bench import IN_A_ROW, BenchError, bench
 from runtime.benchmark.cases import BenchCase, choose_cases, filled, usual_batches, usual_lengths
 from runtime.benchmark.clocks import WARM_UP, measure
@@ -90,13 +90,13 @@ def test_every_engine_and_the_chain_are_measured_in_every_case(open_chain: OpenC
         assert len(found.seconds) == ROUNDS and min(found.seconds) > 0
         assert (found.floor_seconds is not None) == (gpu and found.clock != "launch")
     for step, rate in zip(blocks, report.computed["tokens_per_second"], strict=True):
-        wall = report.find("chain", "some backend", **step)
+        wall = report.find("chain", "some backend", "wall", **step)
         assert rate["median"] == step["batch"] * step["tokens"] / wall.median
         assert (rate["at_best"] is None) == (not gpu)
     for step in blocks if gpu else []:  # of a sample, the stream's time is within the wall's
-        clocked = (report.find("chain", "some backend", c, **step) for c in ("stream", "wall"))
-        stream, wall = (m.seconds for m in clocked)
-        assert all(a <= b for a, b in zip(stream, wall, strict=True))
+        wall = report.find("chain", "some backend", "wall", **step)
+        stream = report.find("chain", "some backend", "stream", **step)
+        assert all(a <= b for a, b in zip(stream.seconds, wall.seconds, strict=True))
     assert chain.cache.handles == [] and report.computed["left_out"] == []
     chain.cache.check()
 
@@ -106,11 +106,11 @@ def test_floors_are_those_of_the_budget(doubled: tuple[Chain, TensorRTDouble]) -
     report, config, gpu = bench(chain, "T", [1, 2], [100], 1), chain.config, find_gpu("rtx-5090")
     for case in STEPS:
         for graph in ("dense", "moe"):
-            traffic = graph_traffic(config, graph, "fp32", **case.sizes)  # type: ignore[arg-type]
+            traffic = graph_traffic(config, graph, "fp32", **case.sizes)
             found = report.find(graph, "T", "stream", **case.sizes)
             assert found.floor_seconds == roofline_seconds(traffic, gpu)
         for clock in ("stream", "wall"):
-            step = report.find("chain", "T", clock, **case.sizes)  # type: ignore[arg-type]
+            step = report.find("chain", "T", clock, **case.sizes)
             traffic = chain_traffic(config, "fp32", **case.sizes)
             assert step.floor_seconds == roofline_seconds(traffic, gpu)
     experts = graph_traffic(config, "experts", "fp32", batch=2, tokens=1, cached=0)
@@ -180,7 +180,7 @@ def test_inputs_are_bound_as_in_a_step(doubled: tuple[Chain, TensorRTDouble]) ->
             )
             dense = next(iter(engine_runs(chain, case)))
             dense.run()
-            chain.device.wait()
+            chain.device.read(chain.buffers.positions)  # waits
             assert context.shapes["context"] == (case.batch, length, chain.config.cache_width)
             rows = chain.cache.context(0, 0, case.batch)
             assert context.addresses["context"] == chain.device.address(rows)
@@ -219,9 +219,9 @@ def test_cases_beyond_a_limit_are_left_out_with_the_reason(
         *(BenchCase(1, 8, 0), BenchCase(1, 8, 100)),
     ]
     expected = {
-        "1 × 1 on 256 cached rows": "context: 257 asked for, the limit is 256",
-        "3 × 1 on 100 cached rows": "batch: 3 asked for, the limit is 2",
-        "1 × 8 on 255 cached rows": "context: 263 asked for, the limit is 256",
+        "1 × 1 on 256 cached rows": "context: expected at most 256, got 257",
+        "3 × 1 on 100 cached rows": "batch: expected at most 2, got 3",
+        "1 × 8 on 255 cached rows": "context: expected at most 256, got 263",
     }
     for case, why in expected.items():
         assert any(text.startswith(f"{case}: {why}") for text in left_out), (case, left_out)
@@ -245,7 +245,9 @@ def test_a_stride_beyond_the_profile_is_left_out(nano: Build, onnxruntime_backen
     chain = Chain(spec, weights, onnxruntime_backend("fp32", profile), profile, 1024)
     cases, left_out = choose_cases(chain, [1, 2], [200])
     assert cases == [BenchCase(1, 1, 200), BenchCase(1, 8, 0), BenchCase(1, 8, 200)]
-    assert left_out[0].startswith("2 × 1 on 200 cached rows: context: 256 asked for")
+    assert left_out[0].startswith(
+        "2 × 1 on 200 cached rows: context: expected at most 250, got 256"
+    )
 
 
 def test_what_is_measured_by_default_fits_the_profile() -> None:
@@ -288,7 +290,7 @@ def test_the_host_has_one_clock_and_warm_up_does_not_count(
 ) -> None:
     deeds: list[str] = []
     now = iter(range(100))
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(next(now)) ** 2)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)) ** 2)
     found = measure(
         HostDevice(), lambda: deeds.append("run"), 2, between=lambda: deeds.append("between")
     )
@@ -364,7 +366,7 @@ def test_a_gpu_of_no_table_has_its_driver_s_bandwidth_and_none_of_it_nothing() -
     driver = DriverDouble()
     roofline = Roofline.find(CudaDevice(driver))
     assert roofline and roofline.gpu is None
-    assert roofline.of == (
+    assert roofline.source == (
         "1,000 GB/s by the driver's memory clock and bus width, operations uncounted"
     )
     spec: Any = SimpleNamespace(bytes=5e9, flops={"fp32": 1e30})
@@ -421,7 +423,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     def run(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["runtime", "bench", *map(str, arguments)])
         with pytest.raises(SystemExit) as left:
-            command_line.run(command_line.app, *command_line.ENDING)
+            cli.run(command_line.app, *command_line.ENDING)
         return int(left.value.code or 0), *capsys.readouterr()
 
     return run

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -45,7 +46,7 @@ class CacheMachine(RuleBasedStateMachine):
     `kept`, least recently used first, is who should still be there of those who are not.
     """
 
-    make_device = DEVICES[0]
+    make_device: Any = staticmethod(DEVICES[0])
     dtype = FP32
 
     @initialize(capacity=st.sampled_from([192, 320, 512, 1024]))
@@ -235,7 +236,7 @@ class CacheMachine(RuleBasedStateMachine):
             lambda handle: cache.truncate(handle, 0),
             lambda handle: cache.free(handle, keep=True),
         ):
-            with unchanged(cache, StaleHandleError, f"sequence {handle}: no such live sequence"):
+            with unchanged(cache, StaleHandleError, f"sequence {handle}: expected an active one"):
                 use(handle)
 
     @precondition(lambda self: self.model)
@@ -243,11 +244,11 @@ class CacheMachine(RuleBasedStateMachine):
     def ask_for_more_than_there_is(self, random: Random) -> None:
         cache, handle, count = self.cache, self.a_handle(random), len(self.model)
         length = len(self.model[handle]) + random.randint(1, 9)
-        with unchanged(cache, CacheError, rf"{length} of its {len(self.model[handle])} rows"):
+        with unchanged(cache, CacheError, rf"0 to {len(self.model[handle])}, got {length}"):
             cache.truncate(handle, length)
-        with unchanged(cache, CacheError, rf"{length} of its {len(self.model[handle])} rows"):
+        with unchanged(cache, CacheError, rf"0 to {len(self.model[handle])}, got {length}"):
             cache.fork(handle, length)
-        with unchanged(cache, CacheError, rf"2 slots from {count - 1} on .* {count} in use"):
+        with unchanged(cache, CacheError, rf"the {count} in use, got 2 from {count - 1} on"):
             cache.reserve(count - 1, [1, 1])
         slot = cache.slot(handle)
         tokens = [[1] * (cache.stride - len(self.model[handle]) + 1)]
@@ -274,8 +275,10 @@ for make in DEVICES:
     for type_name, dtype in TYPES.items():
         name = f"CacheMachine_{make.__name__}_{type_name}"
         fields = {"make_device": staticmethod(make), "dtype": dtype}
-        case = type(name, (CacheMachine,), fields).TestCase
-        case.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+        machine: Any = type(name, (CacheMachine,), fields)
+        case = machine.TestCase
+        examples = 40 if make is DEVICES[0] and dtype is FP32 else 10  # one bookkeeping serves all
+        case.settings = settings(max_examples=examples, stateful_step_count=50, deadline=None)
         globals()[f"Test{name}"] = case
 del case
 
@@ -285,14 +288,15 @@ LENGTHS = st.integers(1, 30) | st.integers(1, 700)
 
 @pytest.mark.parametrize("make", DEVICES)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_what_was_admitted_is_never_refused(
     make: Callable[[], Device], data: st.DataObject
 ) -> None:
     """Case 19: a sequence that does not fit beside the others, all at full length, is refused with
     the arithmetic; those that do fit can grow in any order, and take slots × stride rows.
     """
-    cache, finals = make_cache(make(), 1024), {}
+    cache = make_cache(make(), 1024)
+    finals: dict[int, int] = {}
     for _ in range(40):
         length, text = data.draw(LENGTHS), data.draw(st.sampled_from(TEXTS)) * 2
         asked = [*finals.values(), length]

@@ -219,7 +219,7 @@ def test_what_can_never_run_is_refused_at_once(open_chain: OpenChain) -> None:
     scheduler = Scheduler(chain)
     with pytest.raises(CacheFullError, match="128"):
         scheduler.submit(Request(prompt(0, 100), 100))
-    with pytest.raises(StepError, match="context: 299 asked for, the limit is 256"):
+    with pytest.raises(StepError, match="context: expected at most 256, got 299"):
         scheduler.submit(Request(prompt(0, 100), 200))
     with pytest.raises(StepError, match="token 999"):
         scheduler.submit(Request((1, 999)))

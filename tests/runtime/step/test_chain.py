@@ -79,7 +79,7 @@ def test_unequal_sequences_equal_their_own_runs(chain: Chain) -> None:
 def test_several_sequences_bring_one_token_each(chain: Chain) -> None:
     for _ in range(2):
         chain.cache.allocate()
-    with pytest.raises(StepError, match=r"one token each of several .* found \[1, 2\]"):
+    with pytest.raises(StepError, match=r"expected one each of several .* got \[1, 2\]"):
         chain.step([[1], [1, 2]])
 
 
@@ -111,7 +111,7 @@ def test_overflow_is_an_error_before_any_engine_runs(open_chain: OpenChain) -> N
     before, blocks = chain.device.read(chain.cache.rows), spy.blocks
     with pytest.raises(CacheFullError, match=r"holds 64 rows a layer.* = "):
         chain.step([IDS[:5]])
-    with pytest.raises(StepError, match=r"context: 134 asked for, the limit is 128 .*b8t128c128"):
+    with pytest.raises(StepError, match=r"context: expected at most 128, got 134 .*b8t128c128"):
         chain.step([IDS[:74]])
     assert spy.blocks == blocks
     np.testing.assert_array_equal(chain.device.read(chain.cache.rows), before)
@@ -123,13 +123,18 @@ def test_a_step_beyond_the_profile_names_limit_engine_and_profile(open_chain: Op
     chain = open_chain(profile=Profile(batch=2, tokens=128, context=512))
     for _ in range(3):
         chain.cache.allocate()
-    with pytest.raises(StepError, match=r"tokens: 129 .* 128 \(engines dense and moe, profile b2t"):
+    with pytest.raises(
+        StepError,
+        match=r"tokens: expected at most 128, got 129 \(engines dense and moe, profile b2t",
+    ):
         chain.step([IDS + IDS[:43]])
-    with pytest.raises(StepError, match="batch: 3 asked for, the limit is 2"):
+    with pytest.raises(StepError, match="batch: expected at most 2, got 3"):
         chain.step([[1], [2], [3]])
-    with pytest.raises(StepError, match=r"token 258: below vocab_size \(258\)"):
+    with pytest.raises(StepError, match=r"token 258: expected an id below vocab_size \(258\)"):
         chain.step([[258]])
-    with pytest.raises(StepError, match="slots 3 to 3 asked for, 3 in use"):
+    with pytest.raises(
+        StepError, match="cache slots: expected a range within the 3 in use, got 3 to 3"
+    ):
         chain.step([[1]], 3)
 
 
@@ -184,7 +189,7 @@ def test_several_sequences_are_bound_with_their_stride(open_chain: OpenChain) ->
     for _ in range(2):
         chain.cache.allocate()
     chain.step([IDS[:65]])
-    with pytest.raises(StepError, match="context: 128 asked for, the limit is 96"):
+    with pytest.raises(StepError, match="context: expected at most 96, got 128"):
         chain.step([[1], [2]])
     assert chain.cache.lengths == [65, 0]
     chain.step([[1]])  # alone it is bound with its own length
@@ -214,7 +219,7 @@ def test_a_lone_token_gives_what_it_gives_beside_others(open_chain: OpenChain) -
         chain.step([IDS[slot : 5 + 2 * slot]], slot)
     lengths = chain.cache.lengths
     alone = [chain.step([[65]], slot)[0] for slot in range(5)]
-    assert not chain.cache.has_room_beside(4)
+    assert not chain.cache.has_room_behind(4)
     for handle, length in zip(chain.cache.handles, lengths, strict=True):
         chain.cache.truncate(handle, length)
     together = chain.step([[65]] * 5)
@@ -278,7 +283,7 @@ def test_routing_groups_cover_every_choice_once_in_ascending_order() -> None:
     }
     expected = {
         (int(experts[m, k]), m): float(weights[m, k])
-        for m in np.flatnonzero(valid)
+        for m in np.flatnonzero(valid).tolist()
         for k in range(4)
     }
     assert found == expected

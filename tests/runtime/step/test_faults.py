@@ -66,7 +66,7 @@ def test_a_group_that_fails_once_is_run_again_one_by_one(
 ) -> None:
     chain = open_chain(cache=1024)
     expected = [tuple(run_alone(chain, request).tokens) for request in REQUESTS]
-    failed = []
+    failed: list[int] = []
 
     def fail(layer: int, block: Block) -> None:
         if layer == LAYER and len(block.read("positions")) == 3 and not failed:

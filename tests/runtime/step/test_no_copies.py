@@ -61,6 +61,7 @@ def test_the_arena_is_smaller_than_every_matrix_and_context(
     assert min(*matrices, chain.cache.context(0, 0, sequences).nbytes) > ARENA_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sequences", "cached"), CASES)
 def test_a_step_runs_in_an_arena_that_holds_no_matrix_and_no_context(
     nano: Build, sequences: int, cached: int
@@ -68,6 +69,7 @@ def test_a_step_runs_in_an_arena_that_holds_no_matrix_and_no_context(
     assert limited_step(nano("fp32"), sequences, cached) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("graph", "value"),
     [

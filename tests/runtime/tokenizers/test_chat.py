@@ -186,8 +186,12 @@ def test_messages_from_a_file_and_from_standard_input(build: Path, tmp_path: Pat
     [
         (["--messages", "absent.json"], "", "absent.json: no such file"),
         (["--messages", "-"], '[{"role": "user"}]', "standard input: message 0: content expected"),
-        (["--prompt-ids", f"1,{FIRST + SLOTS}"], "", "token 400: below vocab_size (400) expected"),
-        (["--prompt-ids", "1,-1"], "", "token -1: below vocab_size (400) expected"),
+        (
+            ["--prompt-ids", f"1,{FIRST + SLOTS}"],
+            "",
+            "token 400: expected an id below vocab_size (400)",
+        ),
+        (["--prompt-ids", "1,-1"], "", "token -1: expected an id below vocab_size (400)"),
         (["--prompt", b"a\xff".decode(errors="surrogateescape")], "", "lone surrogate U+DCFF"),
     ],
 )

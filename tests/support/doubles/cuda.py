@@ -25,7 +25,7 @@ class GpuLostError(RuntimeError):
 
 
 class EventDouble:
-    """runtime.devices.cuda.Event: its time is when the stream came by."""
+    """runtime.devices.driver.Event: its time is when the stream came by."""
 
     def __init__(self, driver: "DriverDouble") -> None:
         self.driver, self.at = driver, -1.0
@@ -44,7 +44,7 @@ class EventDouble:
 
 
 class DriverDouble:
-    """runtime.devices.cuda.Driver; see the module's docstring."""
+    """runtime.devices.driver.Driver; see the module's docstring."""
 
     name = "Double RTX 6000"
     capability = (12, 0)
