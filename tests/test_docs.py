@@ -189,6 +189,16 @@ def test_the_readme_is_short_and_shows_its_commands() -> None:
             assert any(w[: len(command)] == command for w in shown), f"{command} is not shown"
 
 
+def test_architecture_names_every_folder_and_the_dimensions_of_the_spec() -> None:
+    text = (ROOT / "docs/architecture.md").read_text("utf-8")
+    folders = [f"{p}/{f.parent.name}/" for p in PACKAGES for f in ROOT.glob(f"{p}/*/__init__.py")]
+    assert not [folder for folder in folders if f"`{folder}`" not in text]
+    key = re.findall(r"\b([A-Z]) \| `?(batch|heads|experts|[a-z]+_[a-z_]+)", text)
+    spec = (ROOT / "graphs/contract/spec.py").read_text("utf-8")
+    assert {letter for letter, _ in key} >= set("BHDQCNRVE")
+    assert not [name for letter, name in key if not re.search(rf"\b{letter}\s+{name}", spec)]
+
+
 @pytest.mark.parametrize("page", FIGURES, ids=lambda p: p.stem)
 def test_figures_have_a_date_and_a_command(page: Path) -> None:
     assert not sourceless_figures(page.read_text("utf-8"))
