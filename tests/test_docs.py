@@ -1,6 +1,5 @@
 """README and docs: commands they show exist, links lead somewhere, figures have sources."""
 
-import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -46,11 +45,9 @@ def commands(text: str) -> list[list[str]]:
     """The words of every command of this project that the text shows."""
     matches = (_COMMAND.match(snippet) for snippet in snippets(text))
     words = [shlex.split(f"{m[1]}{m[2] or ''}", comments=True) for m in matches if m]
-    return [w for w in words if w[0] != "python" or _top(w[2]) in (*PACKAGES, "bench", "models")]
-
-
-def _top(module: str) -> str:
-    return module.split(".")[0]
+    return [
+        w for w in words if w[0] != "python" or w[2].split(".")[0] in (*PACKAGES, "bench", "models")
+    ]
 
 
 def command_fault(words: list[str]) -> str | None:
@@ -108,27 +105,13 @@ def _script_fault(module: str, arguments: list[str]) -> str | None:
     path = ROOT / f"{module.replace('.', '/')}.py"
     if not path.is_file():
         return f"no module {module}"
-    tree = ast.parse(path.read_text("utf-8"))
-    functions = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and any(map(_is_command, node.decorator_list))
-    ]
-    names = [function.name.replace("_", "-") for function in functions]
+    source = path.read_text("utf-8")
+    names = re.findall(r"^@app\.command\(.*\)\ndef (\w+)", source, re.M)
     if len(names) > 1 and arguments and arguments[0] not in names:
         return f"{module} has no command {arguments[0]}"
-    options = {
-        f"--{argument.arg.replace('_', '-')}"
-        for function in functions
-        for argument in function.args.args
-    }
-    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    options |= {s for s in strings if isinstance(s, str) and s.startswith("--")}
-    return _option_fault(arguments, options)
-
-
-def _is_command(decorator: ast.expr) -> bool:
-    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "app.command"
+    parameters = re.findall(r"(\w+): Annotated", source)
+    options = {f"--{name.replace('_', '-')}" for name in parameters}
+    return _option_fault(arguments, options | set(re.findall(r'"(--[\w-]+)"', source)))
 
 
 def heading_ids(text: str) -> set[str]:
