@@ -21,7 +21,7 @@ And it halves the scratch of a prefill: the queries go in BLOCKS blocks of ⌊(S
 tokens, whose greatest size the builder can tell from that of S, one after the other. For that,
 block i + 1 multiplies with a scale that waits for a value of block i: to the scale is added
 min(|value|, 0), which is 0. Of a single token all blocks but the last are empty; more than two of
-them would take less scratch still (docs/experiments.md), for more that is launched in vain in every
+them would take less scratch still (README, "Rules"), for more that is launched in vain in every
 decode step.
 
 The softmax is written out: ONNX Runtime's own transposes the scores for any axis but the last, at
