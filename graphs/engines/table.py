@@ -1,4 +1,4 @@
-"""The engines of several builds as one Markdown table, from their manifests: the README's."""
+"""The engines of several builds as one Markdown table, from their manifests."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -180,9 +180,9 @@ def test_tables_of_all_gpus_cut_no_figure() -> None:
     assert "…" not in run("k2")
 
 
-def test_the_readme_shows_what_the_command_prints() -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
-    blocks = re.findall(r"^```\n\$ python -m graphs budget(.*?)\n(.*?)^```", readme, re.S | re.M)
+def test_the_docs_show_what_the_command_prints() -> None:
+    page = (Path(__file__).parents[3] / "docs/budgets.md").read_text("utf-8")
+    blocks = re.findall(r"^```\n\$ python -m graphs budget(.*?)\n(.*?)^```", page, re.S | re.M)
     assert len(blocks) == 2
     for arguments, text in blocks:
         printed = {line.rstrip() for line in run(*arguments.split()).splitlines()}
