@@ -45,7 +45,8 @@ DRY := $(strip $(foreach flag,n q t,$(findstring $(flag),$(filter-out ---%,$(fir
 
 # A misspelt variable ends make before anything runs, in one line.
 choice = $(if $(and $(filter 1,$(words $($1))),$(filter $2,$($1))),,$(error $1=$($1): expected one of: $2))
-ifneq ($(filter-out help setup lint test test-slow check clean,$(GOALS)),)
+PLAIN_GOALS := help setup lint test test-slow check clean
+ifneq ($(filter-out $(PLAIN_GOALS),$(GOALS)),)
 $(call choice,PRECISION,$(PRECISIONS))
 $(call choice,COMPILER,$(COMPILERS))
 $(call choice,TARGET,auto $(TARGETS_$(COMPILER)))
@@ -56,8 +57,9 @@ $(foreach goal,$(filter weights golden parity generate evaluate quality gpu-benc
 else ifneq ($(filter-out 0 1,$(words $(MODEL))),)
 $(error MODEL="$(MODEL)": expected one path without spaces, at which make splits; give it a link without: \
 	ln -s "$(MODEL)" $(lastword x $(subst /, ,$(MODEL))))
-else ifeq ($(wildcard $(MODEL)/config.json),)
-$(error MODEL=$(MODEL): expected a folder with a config.json, such as: $(patsubst %/config.json,%,$(wildcard models/*/config.json)))
+else ifneq ($(filter-out $(PLAIN_GOALS) presets train full-size bench-moe,$(GOALS)),)
+$(if $(wildcard $(MODEL)/config.json),,$(error MODEL=$(MODEL): expected a folder with a config.json, such as: \
+	$(patsubst %/config.json,%,$(wildcard models/*/config.json))))
 endif
 endif
 
@@ -197,7 +199,7 @@ PRESET_TARGETS := sm120 sm89
 PRESET_MANIFESTS := $(foreach preset,$(PRESETS),$(foreach target,$(PRESET_TARGETS),\
 	build/$(preset)/$(PRECISION)/$(COMPILER)-$(target)-b$(BATCH)t$(TOKENS)c$(CONTEXT)/manifest.json))
 
-graphs: $(GRAPHS:%=$(BUILD)/onnx/%.onnx) ## export the four ONNX graphs (MODEL= or PRESET=, PRECISION=)
+graphs: $(GRAPHS:%=$(BUILD)/onnx/%.onnx) $(BUILD)/spec.json ## export the four ONNX graphs (MODEL= or PRESET=, PRECISION=)
 weights: $(BUILD)/.weights $(WEIGHTS_$(PRECISION)) ## pack the checkpoint's weights for the engines
 golden: $(BUILD)/.golden $(GOLDENS_$(PRECISION)) ## what the torch reference computes for fixed inputs
 parity: $(foreach precision,$(PRECISIONS),$(FINDINGS:%=build/$(NAME)/$(precision)/%)) ## graphs, blocks and chain against the reference, all precisions, in build/NAME/report.html
