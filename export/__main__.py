@@ -1,4 +1,8 @@
-"""`python -m export`: checkpoint → graphs, packed weights and goldens in a build folder."""
+"""`python -m export`: checkpoint → graphs, packed weights and goldens in a build folder.
+
+What needs torch is imported by the commands that use it: `record`, which every `make` runs, does
+without.
+"""
 
 import sys
 from pathlib import Path
@@ -6,13 +10,7 @@ from typing import Annotated
 
 import typer
 
-from export.checkpoint.open import Checkpoint
-from export.checkpoint.shards import CheckpointError
-from export.engine.to_onnx import export_graphs
-from export.golden.layer import write_layer_goldens
-from export.golden.model import write_goldens
-from export.packing.pack import pack
-from export.synthetic.make import reduced, write_synthetic
+from export.checkpoint.errors import CheckpointError
 from graphs.cli import byte_progress, make_app, run
 from graphs.contract.config import load_raw_config
 from graphs.contract.spec import Precision
@@ -28,16 +26,18 @@ BuildDir = Annotated[Path, typer.Option("--out", help="Build folder, build/<mode
 @app.command()
 def graphs(
     out: BuildDir,
-    precision: Annotated[Precision, typer.Option(help="Of weights and activations.")],
+    precision: Annotated[Precision, typer.Option(help="Number format of weights and activations.")],
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder with config.json; no weight is read.")
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="Name of a config that comes along.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Name of a shipped config.")] = None,
 ) -> None:
     """Export the four graphs and spec.json, from shapes alone."""
+    from export.engine.to_onnx import export_graphs
+
     source = preset if checkpoint is None else checkpoint
     if source is None or (checkpoint is not None and preset is not None):
-        raise typer.BadParameter("exactly one of --checkpoint and --preset is needed")
+        raise typer.BadParameter("expected exactly one of --checkpoint and --preset")
     spec = export_graphs(load_raw_config(source), precision, out)
     for graph in spec.graphs.values():
         print(out / graph.file)
@@ -53,6 +53,9 @@ def weights(
     ] = None,
 ) -> None:
     """Pack a checkpoint into the layout the engines read; goes on where it was interrupted."""
+    from export.checkpoint.open import Checkpoint
+    from export.packing.pack import pack
+
     opened = Checkpoint.open(checkpoint)
     for rule, count in opened.ignored.items():
         print(f"not used: {count} tensors, {rule}", file=sys.stderr)
@@ -65,6 +68,18 @@ def weights(
 
 
 @app.command()
+def record(checkpoint: CheckpointDir, out: BuildDir) -> None:
+    """Record which checkpoint a build is made of; another one takes the first one's place.
+
+    What followed from the first is removed: `weights` and `golden` make it anew.
+    """
+    from export.packing.record import record_checkpoint
+
+    if replaced := record_checkpoint(checkpoint, out):
+        print(replaced, file=sys.stderr)
+
+
+@app.command()
 def golden(
     checkpoint: CheckpointDir,
     out: BuildDir,
@@ -72,11 +87,15 @@ def golden(
         bool,
         typer.Option(
             "--blocks-only",
-            help="Each layer alone on random inputs, for models larger than memory; not the chain.",
+            help="Each layer alone, on random inputs: for models larger than memory.",
         ),
     ] = False,
 ) -> None:
     """Write what the torch reference computes for fixed inputs."""
+    from export.checkpoint.open import Checkpoint
+    from export.golden.layer import write_layer_goldens
+    from export.golden.model import write_goldens
+
     write = write_layer_goldens if blocks_only else write_goldens
     for path in write(Checkpoint.open(checkpoint), out):
         print(path)
@@ -84,16 +103,20 @@ def golden(
 
 @app.command()
 def synthetic(
-    preset: Annotated[str, typer.Option(help="Name of a config that comes along.")],
-    out: Annotated[Path, typer.Option(help="Folder of the checkpoint to be written.")],
+    preset: Annotated[str, typer.Option(help="Name of a shipped config.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the checkpoint to.")],
     layers: Annotated[
-        int | None, typer.Option(help="Of the model; by default the preset's.")
+        int | None, typer.Option(help="Number of layers; default: the preset's.")
     ] = None,
-    dense: Annotated[int | None, typer.Option(help="Dense layers; the others are MoE.")] = None,
-    vocab: Annotated[int | None, typer.Option(help="Tokens of embedding and head.")] = None,
+    dense: Annotated[
+        int | None, typer.Option(help="Number of dense layers; the others are MoE.")
+    ] = None,
+    vocab: Annotated[int | None, typer.Option(help="Vocabulary size.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same bytes.")] = 0,
 ) -> None:
-    """Write a checkpoint of random weights in a preset's own format, to try things without one."""
+    """Write a checkpoint of random weights in a preset's format, to try things without one."""
+    from export.synthetic.make import reduced, write_synthetic
+
     raw = reduced(load_raw_config(preset), layers, dense, vocab)
     with byte_progress("writing") as (show, _):
         files = write_synthetic(raw, out, seed, show)

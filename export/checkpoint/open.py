@@ -13,6 +13,7 @@ without it.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from export.checkpoint.block_fp8 import BlockFP8, decode
 from export.checkpoint.group_int4 import GroupInt4, decode_int4
+from export.checkpoint.identity import CheckpointIdentity
 from export.checkpoint.shards import CheckpointError, Stored, stored_tensors
 from export.checkpoint.tensor_names import expected_tensors
 from export.checkpoint.weight_forms import (
@@ -76,6 +78,11 @@ class Checkpoint:
         for name, shape in expected.items():
             check_weight(name, shape, stored, config)
         return found
+
+    @cached_property
+    def identity(self) -> CheckpointIdentity:
+        """What tells it from other checkpoints, read when first asked for."""
+        return CheckpointIdentity.from_folder(self.folder)
 
     def sources(self, name: str) -> list[Stored]:
         """The stored tensors that make up a weight: itself, or its parts, and its scales."""

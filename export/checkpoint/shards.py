@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from export.checkpoint.errors import CheckpointError as CheckpointError
+from export.checkpoint.identity import INDEX as INDEX
 from graphs.contract.spec import BuildError
 from graphs.contract.tensorfile import read_header
-
-INDEX = "model.safetensors.index.json"
 
 # safetensors' type names → torch's
 DTYPES = {
@@ -34,10 +34,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; names the tensor or file, what was expected and found."""
 
 
 @dataclass(frozen=True)

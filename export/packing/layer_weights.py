@@ -34,22 +34,22 @@ class Source:
 
 
 def half_layout(width: int) -> Tensor:
-    """Where each row of a rope part in half layout lies in the checkpoint's interleaved one."""
+    """The row of the checkpoint's interleaved rope part that each row in half layout comes from."""
     return torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2)])
 
 
-def channel_fp8(weight: Weight, fused_KN: Tensor | None = None, column: int = 0) -> ChannelFP8:
+def channel_fp8(weight: Weight, fused: Tensor | None = None, column: int = 0) -> ChannelFP8:
     """A checkpoint weight as the fp8 build has it, outputs in the checkpoint's order.
 
-    `fused_KN`: a contiguous uint8 matrix [in, ≥ out] to be written into, from `column` on.
+    `fused`: a contiguous uint8 matrix [in, ≥ out] that takes the codes, from `column` on.
     """
     match weight:
         case BlockFP8():
-            return to_channels(weight, fused_KN, column)
+            return to_channels(weight, fused, column)
         case GroupInt4():
-            return channels_from_wide(decode_int4(weight), fused_KN, column)
+            return channels_from_wide(decode_int4(weight), fused, column)
         case _:
-            return channels_from_wide(weight, fused_KN, column)
+            return channels_from_wide(weight, fused, column)
 
 
 def to_numpy(tensor: Tensor) -> Array:
@@ -75,8 +75,8 @@ class LayerPacker:
     def pieces(self, module: str) -> dict[str, Iterable[Tensor]]:
         """A module's packed tensors by their last name, weight and scale, or w_uk and w_uv.
 
-        Each comes in pieces of whole rows, which may be made when they are asked for: a fused
-        matrix of 32-bit weights is too large to be held whole. Raises CheckpointError.
+        Each comes in pieces of whole rows, some made only when they are read: a fused matrix of
+        32-bit weights is too large to be held whole. Raises CheckpointError.
         """
         if module == "attention":
             return {part: [tensor] for part, tensor in self._up_projections().items()}
@@ -89,11 +89,11 @@ class LayerPacker:
         return {"weight": self._wide_linear(self.sources(module))}
 
     def tensors(self, module: str) -> dict[str, Tensor]:
-        """The same as whole tensors."""
+        """The tensors of `pieces`, whole."""
         return {part: torch.cat(list(pieces)) for part, pieces in self.pieces(module).items()}
 
     def stored(self, module: str) -> list[Stored]:
-        """What `tensors` reads for a module."""
+        """The stored tensors that `tensors` reads for a module."""
         if module == "attention":
             names = ["self_attn.kv_b_proj.weight"]
         elif module in self._WIDE:
@@ -111,7 +111,7 @@ class LayerPacker:
     }
 
     def sources(self, module: str) -> list[Source]:
-        """The linear layers of the checkpoint that a packed one is made of, in order."""
+        """The linear layers of the checkpoint that make up a packed one, in order."""
         match module.split("."):
             case ["attention", "qkv_a"]:
                 return [Source("self_attn.q_a_proj"), self._latent()]
@@ -149,16 +149,16 @@ class LayerPacker:
         names = [f"{self.prefix}{source.name}.weight" for source in sources]
         shapes = [self.checkpoint.shapes[name] for name in names]
         fan_outs, fan_in = [shape[0] for shape in shapes], shapes[0][1]
-        fused_KN = torch.empty(fan_in, sum(fan_outs), dtype=torch.uint8)
+        fused = torch.empty(fan_in, sum(fan_outs), dtype=torch.uint8)
         scales, column = [], 0
         for source, name, fan_out in zip(sources, names, fan_outs, strict=True):
-            scale_N = channel_fp8(self.checkpoint.weight(name), fused_KN, column).scale_N
+            scale = channel_fp8(self.checkpoint.weight(name), fused, column).scale_N
             if source.rows is not None:
-                part = fused_KN[:, column : column + fan_out]
+                part = fused[:, column : column + fan_out]
                 part.copy_(part[:, source.rows])
-            scales.append(self._rows(scale_N, source))
+            scales.append(self._rows(scale, source))
             column += fan_out
-        return {"weight": fused_KN.view(torch.float8_e4m3fn), "scale": torch.cat(scales)}
+        return {"weight": fused.view(torch.float8_e4m3fn), "scale": torch.cat(scales)}
 
     @staticmethod
     def _rows(tensor: Tensor, source: Source) -> Tensor:

@@ -8,7 +8,7 @@ threads: reading, converting, hashing and writing all release the interpreter.
 Files are made in a folder beside the build's own and moved in when all are whole, so a build never
 mixes two checkpoints, and a checkpoint that turns out bad midway leaves the build as it was. What
 was finished before a kill is not made again: a stamp beside each file has the hash of what it was
-made from (the shards' names, sizes and times, the tensors' places, the layout, this format).
+made from (the identity and times of its shards, the tensors' places, the layout, this format).
 """
 
 import os
@@ -23,6 +23,7 @@ from rich.filesize import decimal
 
 from export.checkpoint.open import Checkpoint
 from export.packing.packed_file import PackedFile, Task, packed_files
+from export.packing.record import require_same, write_record
 from export.packing.staging import STAGING, copy_tokenizer, locked, move_in
 from graphs.contract.quantization import Int4Groups
 from graphs.contract.spec import BuildError, BuildSpec, config_hash
@@ -40,10 +41,8 @@ class PackingPlan:
     todo: tuple[PackedFile, ...]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, build: Path) -> "PackingPlan":
-        """Raises BuildError where the build was exported from another config, or the disk is too
-        small.
-        """
+    def from_checkpoint(cls, checkpoint: Checkpoint, build: Path) -> "PackingPlan":
+        """Raises BuildError where the build is another checkpoint's, or the disk is too small."""
         spec = matching_spec(checkpoint, build)
         files = tuple(packed_files(checkpoint, spec))
         folders = (build / STAGING, build)
@@ -51,8 +50,8 @@ class PackingPlan:
         needed, free = sum(file.bytes for file in todo), shutil.disk_usage(build).free
         if needed > free:
             raise BuildError(
-                f"{build}: {decimal(needed)} of disk needed for {len(todo)} files, found "
-                f"{decimal(free)} free; free some, or choose another --out"
+                f"{build}: expected {decimal(needed)} of free disk for {len(todo)} files, got "
+                f"{decimal(free)}; free some, or choose another --out"
             )
         return cls(spec, files, todo)
 
@@ -81,12 +80,12 @@ def pack(
     """Write weights, rope tables, tokenizer and generation config; returns the build's files.
 
     `workers`: threads, by default two more than cores, since some wait for the disk. Raises
-    BuildError (see Plan.of, and where another process packs into this build), CheckpointError where
-    the checkpoint cannot be used; the build is as it was then, but for finished files in its
+    BuildError (see PackingPlan, and where another process packs into this build), CheckpointError
+    where the checkpoint cannot be used; the build is as it was then, but for finished files in its
     `.packing` folder.
     """
     with locked(build):
-        plan = PackingPlan.of(checkpoint, build)
+        plan = PackingPlan.from_checkpoint(checkpoint, build)
         started(plan)
         staging = build / STAGING
         (staging / "weights").mkdir(parents=True, exist_ok=True)
@@ -96,11 +95,12 @@ def pack(
         _make_files(plan, staging, workers or (os.cpu_count() or 1) + 2, progress)
         copied = copy_tokenizer(checkpoint.folder, staging)
         move_in(staging, build, plan.files)
+        write_record(build, checkpoint.folder, checkpoint.identity)
     return [build / file for file in (*(f.path for f in plan.files), *copied)]
 
 
 def matching_spec(checkpoint: Checkpoint, build: Path) -> BuildSpec:
-    """The build's spec; raises BuildError where it was exported from another config."""
+    """The build's spec; raises BuildError where the build is another config's or checkpoint's."""
     spec = BuildSpec.load(build)
     if spec.config_sha256 != config_hash(checkpoint.raw_config):
         raise BuildError(
@@ -108,6 +108,7 @@ def matching_spec(checkpoint: Checkpoint, build: Path) -> BuildSpec:
             f"{checkpoint.folder} has ({config_hash(checkpoint.raw_config)[:12]}…); choose another "
             "--out, or export the graphs again"
         )
+    require_same(build, checkpoint.folder, checkpoint.identity)
     return spec
 
 
@@ -117,12 +118,11 @@ def _make_files(plan: PackingPlan, folder: Path, workers: int, progress: Progres
     try:
         with ThreadPoolExecutor(workers, "pack", torch.set_num_threads, (1,)) as pool:
             for file in plan.todo:
-                stamp = file.source_hash  # before anything is read
                 with TensorWriter(folder / file.path, file.shapes, file.metadata) as writer:
                     for size in _run(pool, file.tasks, writer):
                         done += size
                         progress(file.path, done, total)
-                file.stamp(folder).write_text(stamp, encoding="utf-8")
+                file.stamp(folder).write_text(file.source_hash, encoding="utf-8")
     finally:
         torch.set_num_threads(threads)
 

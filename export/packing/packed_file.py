@@ -39,6 +39,7 @@ Task = Callable[[], Mapping[str, Iterable[Array]]]  # a module's tensors, each i
 class PackedFile:
     """One file of the build: what it holds, what it is made from, and the work that makes it."""
 
+    checkpoint: Checkpoint
     spec: BuildSpec
     path: str  # from the build folder
     content: str
@@ -56,15 +57,16 @@ class PackedFile:
 
     @cached_property
     def source_hash(self) -> str:
-        """Of everything that the file's content follows from, as it was when first asked for."""
-        shards = {s.shard: s.shard.stat() for s in self.sources}
-        source = [
+        """The hash of everything that the file's content follows from."""
+        names = {source.shard.name for source in self.sources}
+        shards = [s for s in self.checkpoint.identity.shards if s.name in names]
+        content = [
             [PACK_FORMAT, self.spec.precision, self.spec.config_sha256],
             [[n, str(dtype), shape] for n, (dtype, shape) in self.shapes.items()],
-            [[p.name, stat.st_size, stat.st_mtime_ns] for p, stat in sorted(shards.items())],
+            [[s.name, s.bytes, s.header_sha256, s.sample_sha256, s.modified_ns] for s in shards],
             [[s.name, s.shard.name, str(s.dtype), s.shape, s.begin] for s in self.sources],
         ]
-        return hashlib.sha256(json.dumps(source).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def stamp(self, folder: Path) -> Path:
         path = folder / self.path
@@ -103,7 +105,7 @@ def packed_files(checkpoint: Checkpoint, spec: BuildSpec) -> Iterator[PackedFile
 
         tasks = [partial(make, name) for name in names]
         sources = [s for name in names.values() for s in checkpoint.sources(name)]
-        return PackedFile(spec, path, content, specs, tuple(sources), tuple(tasks))
+        return PackedFile(checkpoint, spec, path, content, specs, tuple(sources), tuple(tasks))
 
     vocabulary = (config.vocab_size, config.hidden_size)
     embed = {"embed.weight": "model.embed_tokens.weight"}
@@ -114,7 +116,7 @@ def packed_files(checkpoint: Checkpoint, spec: BuildSpec) -> Iterator[PackedFile
         yield _layer(checkpoint, form, spec, layer)
     yield row_file(HEAD_FILE, "head", head, spec.graphs["head"].weights)
     tables = {t.name: t for t in spec.graphs["dense"].inputs if t.kind == "table"}
-    yield PackedFile(spec, ROPE_FILE, "rope", tables, (), (partial(_rope, spec),))
+    yield PackedFile(checkpoint, spec, ROPE_FILE, "rope", tables, (), (partial(_rope, spec),))
 
 
 def _rope(spec: BuildSpec) -> dict[str, list[Array]]:
@@ -133,6 +135,7 @@ def _layer(checkpoint: Checkpoint, form: LinearForm, spec: BuildSpec, layer: int
 
     sources = {stored for module in modules for stored in packer.stored(module)}
     return PackedFile(
+        checkpoint,
         spec,
         layer_file(layer),
         f"layer {layer}",

@@ -3,27 +3,22 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from export.checkpoint.identity import GENERATION_CONFIG, TOKENIZER_FILES
 from export.packing.packed_file import PackedFile
 from graphs.contract.spec import HEAD_FILE, BuildError
 
 STAGING = ".packing"
 
-# What a checkpoint may bring along; without any of these the runtime's tokenizer is bytes.
-TOKENIZER_FILES = (
-    "tiktoken.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
-GENERATION_CONFIG = "generation_config.json"
 
+def move_in(staging: Path, build: Path, files: Sequence[PackedFile]) -> None:
+    """Move what was made into the build, and remove weights that are no longer part of it.
 
-def move_in(staging: Path, build: Path, files: Iterable[PackedFile]) -> None:
-    """Into the build, the head last: a build that was left halfway lacks it, and is not loaded."""
+    The head comes last: a build that was left halfway lacks it, and is not loaded.
+    """
     for folder in ("weights", "tokenizer"):
         (build / folder).mkdir(exist_ok=True)
     made = [file for file in files if (staging / file.path).is_file()]
@@ -34,6 +29,9 @@ def move_in(staging: Path, build: Path, files: Iterable[PackedFile]) -> None:
         (build / HEAD_FILE).unlink(missing_ok=True)
         for file in (*(f for f in made if f is not head), head):
             _move(file, staging, build)
+    parts = {path for f in files for path in (build / f.path, f.stamp(build))}
+    for path in {*(build / "weights").iterdir()} - parts:
+        path.unlink()
     shutil.rmtree(build / "tokenizer")
     (staging / "tokenizer").replace(build / "tokenizer")
     if (staging / GENERATION_CONFIG).is_file():
@@ -53,9 +51,9 @@ def copy_tokenizer(source: Path, folder: Path) -> list[str]:
     shutil.rmtree(folder / "tokenizer", ignore_errors=True)
     (folder / GENERATION_CONFIG).unlink(missing_ok=True)
     (folder / "tokenizer").mkdir()
-    wanted = {name: f"tokenizer/{name}" for name in TOKENIZER_FILES}
-    wanted[GENERATION_CONFIG] = GENERATION_CONFIG
-    present = {name: file for name, file in wanted.items() if (source / name).is_file()}
+    targets = {name: f"tokenizer/{name}" for name in TOKENIZER_FILES}
+    targets[GENERATION_CONFIG] = GENERATION_CONFIG
+    present = {name: file for name, file in targets.items() if (source / name).is_file()}
     for name, file in present.items():
         shutil.copyfile(source / name, folder / file)
     return list(present.values())
@@ -66,11 +64,11 @@ def locked(build: Path) -> Iterator[None]:
     """Hold the build folder for this process alone. Raises BuildError where another one packs."""
     if not build.is_dir():
         raise BuildError(f"{build}: no such folder; make it with `python -m export graphs`")
-    folder = os.open(build, os.O_RDONLY)
+    descriptor = os.open(build, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as e:
         raise BuildError(f"{build}: another process packs into this folder; wait for it") from e
     finally:
-        os.close(folder)
+        os.close(descriptor)

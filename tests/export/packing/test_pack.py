@@ -15,6 +15,7 @@ from export.engine.layers import LinearForm
 from export.engine.to_onnx import export_graphs
 from export.packing.layer_weights import LayerPacker, channel_fp8, half_layout
 from export.packing.pack import pack
+from export.packing.record import RECORD_FILE, record_checkpoint
 from export.packing.staging import STAGING
 from graphs.contract.spec import BuildError, BuildSpec, Precision, layer_file
 from graphs.contract.tensorfile import TensorFile, write_arrays
@@ -152,6 +153,7 @@ def test_a_checkpoint_that_turns_out_bad_midway_changes_nothing(
     tensors["model.layers.2.input_layernorm.weight"][3] = torch.nan
     save_file(tensors, shard)
     copy = Path(shutil.copytree(build, tmp_path / "build"))
+    (copy / RECORD_FILE).unlink()  # or it would be refused as another checkpoint
     before = snapshot(copy)
     with pytest.raises(CheckpointError, match=r"layers\.2\.input_layernorm.*index \(3,\)"):
         pack(Checkpoint.open(folder), copy)
@@ -165,6 +167,7 @@ def test_tokenizer_and_generation_config_come_along(tmp_path: Path, build: Path)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 257}))
     copy = tmp_path / "build"
     shutil.copytree(build, copy)
+    record_checkpoint(folder, copy)
     steps: list[tuple[str, int, int]] = []
     files = pack(Checkpoint.open(folder), copy, progress=lambda *step: steps.append(step))
     assert copy / "tokenizer" / "tiktoken.model" in files

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,10 @@ from export.engine.to_onnx import export_graphs
 from export.packing import pack as packing
 from export.packing import packed_file, staging
 from export.packing.pack import PackingPlan, pack
+from export.packing.record import record_checkpoint
 from export.packing.staging import STAGING
 from graphs.__main__ import app
-from graphs.contract.spec import HEAD_FILE, BuildError, BuildSpec, layer_file
+from graphs.contract.spec import HEAD_FILE, BuildError, BuildSpec, config_hash, layer_file
 from graphs.contract.tensorfile import TensorFile
 from runtime.devices.weights import Weights
 from tests.support.helpers import INT4, tiny_checkpoint
@@ -155,8 +157,43 @@ def test_other_weights_of_the_same_config_replace_all(
 ) -> None:
     pack(Checkpoint.open(folder), build)
     before = inodes(build)
-    pack(Checkpoint.open(tiny_checkpoint(tmp_path / "other", seed=1)), build)
+    other = tiny_checkpoint(tmp_path / "other", seed=1)
+    record_checkpoint(other, build)
+    pack(Checkpoint.open(other), build)
     assert remade(before, build) == {*before} - {"rope.safetensors"}
+
+
+def test_other_values_under_the_same_names_sizes_and_times_replace_all(
+    folder: Path, tmp_path: Path, build: Path
+) -> None:
+    """The shards of another fine-tune, copied over the first one's with their times kept."""
+    copy = Path(shutil.copytree(folder, tmp_path / "checkpoint"))
+    pack(Checkpoint.open(copy), build)
+    before = inodes(build)
+    other = tiny_checkpoint(tmp_path / "other", seed=1, shards=4)
+    for shard in copy.glob("*.safetensors"):
+        status = shard.stat()
+        shutil.copyfile(other / shard.name, shard)
+        os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert shard.stat().st_size == status.st_size
+    with pytest.raises(BuildError, match=r"which has other values in model-00001"):
+        pack(Checkpoint.open(copy), build)
+    record_checkpoint(copy, build)
+    pack(Checkpoint.open(copy), build)
+    assert remade(before, build) == {*before} - {"rope.safetensors"}
+
+
+def test_layers_that_a_shorter_model_lacks_are_removed(
+    folder: Path, tmp_path: Path, build: Path
+) -> None:
+    pack(Checkpoint.open(folder), build)
+    shorter = Checkpoint.open(tiny_checkpoint(tmp_path / "shorter", num_hidden_layers=2))
+    raw = shorter.raw_config  # whose graphs are the same
+    replace(BuildSpec.load(build), raw_config=raw, config_sha256=config_hash(raw)).save(build)
+    record_checkpoint(shorter.folder, build)
+    pack(shorter, build)
+    names = {path.name for path in (build / "weights").iterdir() if path.name[0] != "."}
+    assert names == {Path(name).name for name in BuildSpec.load(build).weight_files[:-1]}
 
 
 def test_a_bad_shard_can_be_replaced_and_the_run_goes_on(
@@ -187,9 +224,11 @@ def test_what_an_interrupted_run_left_of_another_checkpoint_is_not_moved_in(
             raise KeyboardInterrupt
 
     other = Checkpoint.open(tiny_checkpoint(tmp_path / "other", seed=1))
+    record_checkpoint(other.folder, build)
     with pytest.raises(KeyboardInterrupt):
         pack(other, build, progress=interrupt)
     assert (build / STAGING / layer_file(0)).is_file()
+    record_checkpoint(folder, build)
     pack(Checkpoint.open(folder), build)
     assert contents(build) == contents(packed)
 
@@ -199,6 +238,7 @@ def test_a_build_that_was_left_between_two_checkpoints_is_not_loaded(
 ) -> None:
     pack(Checkpoint.open(folder), build)
     other = Checkpoint.open(tiny_checkpoint(tmp_path / "other", seed=1))
+    record_checkpoint(other.folder, build)
     move, moved = staging._move, iter(range(3))
 
     def interrupted(*args: object) -> None:
@@ -236,7 +276,7 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
     before = contents(build)
     usage = shutil.disk_usage(build)
     monkeypatch.setattr(packing.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(BuildError, match=r"MB of disk needed for 6 files, found 1.0 kB free"):
+    with pytest.raises(BuildError, match=r"MB of free disk for 6 files, got 1\.0 kB"):
         pack(Checkpoint.open(folder), build)
     assert contents(build) == before
 

@@ -458,7 +458,7 @@ def test_make_parity_fails_and_leaves_the_report(build: Path, tmp_path: Path) ->
     for source in sources:
         shutil.copy(ROOT / source.name, source)
     made = [f"onnx/{graph}.onnx" for graph in GRAPHS]
-    made = [".exported", *made, "spec.json", ".weights", ".golden"]
+    made = [".config", ".exported", *made, "spec.json", "checkpoint.json", ".weights", ".golden"]
     order = [
         *sources,
         tmp_path / ".venv" / ".installed",
@@ -476,6 +476,7 @@ def test_make_parity_fails_and_leaves_the_report(build: Path, tmp_path: Path) ->
         'case "$2 $3" in\n'
         f"graphs?parity) cp {findings}/graphs.json $folder; exit 1;;\n"
         f"runtime?parity) cp {findings}/chain.json $folder;;\n"
+        "export?record) ;;\n"
         f'graphs?report) PYTHONPATH={ROOT} exec {sys.executable} "$@";;\n'
         '*) echo "$@ was not expected" >&2; exit 3;;\n'
         "esac\n"
