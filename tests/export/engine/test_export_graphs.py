@@ -119,7 +119,7 @@ def test_weights_are_inputs_and_no_initialiser_is_one(
 ) -> None:
     model = load(builds, precision, graph)
     with FakeTensorMode():
-        module = RECIPES[graph].module(CONFIG, LinearForm.of(precision))
+        module = RECIPES[graph].module(CONFIG, LinearForm.from_precision(precision))
         parameters = {name: tuple(p.shape) for name, p in module.named_parameters()}
     weights = {t.name: t.dims for t in BuildSpec.load(builds[precision]).graphs[graph].weights}
     assert weights == parameters
