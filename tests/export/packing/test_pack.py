@@ -48,7 +48,9 @@ def test_query_and_latent_projections_are_fused_with_rope_rows_in_half_layout(
     tiny: Checkpoint,
 ) -> None:
     c = tiny.config
-    packed = LayerPacker(tiny, LinearForm.from_precision("fp32"), 1).tensors("attention.qkv_a")["weight"]
+    packed = LayerPacker(tiny, LinearForm.from_precision("fp32"), 1).tensors("attention.qkv_a")[
+        "weight"
+    ]
     q_a = layer_weight(tiny, 1, "self_attn.q_a_proj")
     kv_a = layer_weight(tiny, 1, "self_attn.kv_a_proj_with_mqa")
     rope = kv_a[c.kv_lora_rank :]
@@ -58,7 +60,9 @@ def test_query_and_latent_projections_are_fused_with_rope_rows_in_half_layout(
 
 def test_each_head_of_q_b_keeps_its_nope_rows_and_permutes_its_rope_rows(tiny: Checkpoint) -> None:
     c = tiny.config
-    packed = LayerPacker(tiny, LinearForm.from_precision("fp32"), 0).tensors("attention.q_b")["weight"]
+    packed = LayerPacker(tiny, LinearForm.from_precision("fp32"), 0).tensors("attention.q_b")[
+        "weight"
+    ]
     original = layer_weight(tiny, 0, "self_attn.q_b_proj")
     shape = (c.num_attention_heads, c.qk_head_dim, c.q_lora_rank)
     for ours, theirs in zip(packed.view(shape), original.view(shape), strict=True):
