@@ -7,8 +7,8 @@ Values keep activations near 1: weights have a standard deviation of about 1/√
 seed and the tensor's name. So the same seed gives the same bytes, however tensors are spread over
 shards, and a layer of a model cut down to fewer layers is that layer of the larger one.
 
-A folder is always written as a whole. An earlier output of this module is overwritten; it is
-recognised by its file `synthetic.json`.
+A folder is always written as a whole. Only an earlier output of this module, recognised by its file
+`synthetic.json`, is overwritten.
 """
 
 import copy
@@ -122,10 +122,8 @@ def _tensors(raw_config: Mapping[str, Any], seed: int) -> Iterator[NewTensor]:
                 yield drawn(name, E4M3, shape, e4m3_bytes)
                 yield drawn(name + SCALE_SUFFIX, torch.float32, grid, scale)
             case Int4Groups(group_size=group_size) if is_routed(name):
-                scale, grid = (
-                    scales(deviation / NIBBLE_DEVIATION, torch.bfloat16),
-                    scale_shape(shape, group_size),
-                )
+                grid = scale_shape(shape, group_size)
+                scale = scales(deviation / NIBBLE_DEVIATION, torch.bfloat16)
                 sizes = np.array(shape, np.int32).view(np.uint8)
                 yield drawn(name + PACKED, torch.int32, packed_shape(shape), nibbles)
                 yield drawn(name + GROUP_SCALE, torch.bfloat16, grid, scale)
