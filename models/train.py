@@ -1,20 +1,19 @@
 """Train k2-nano, a byte-level model of exactly Kimi K2's architecture, and write its checkpoint.
 
-The maths is the fp32 reference's (`export.reference`), so nothing is converted: what is trained is
-what the engines are checked against. Hidden matrices are trained with Muon, whose steps have no
-outlying directions, the rest with AdamW; steps are small (2048 tokens), since on this text their
-number counts for more than their size.
+The model is the fp32 reference (`export.reference`), so nothing is converted: the engines are
+checked against the very model that was trained. Hidden matrices are trained with Muon, whose steps
+have no outlying directions, the rest with AdamW. Steps are small (2048 tokens), since on this text
+their number matters more than their size.
 
-Experts are balanced without an auxiliary loss (DeepSeek-V3 §2.1.2): after each step the correction
-bias of an expert chosen more often than the mean goes down by a fixed amount, of one chosen less
-often up. The amount starts at 0.02, twenty times the paper's, and falls to zero with the learning
+Experts are balanced without an auxiliary loss (DeepSeek-V3 §2.1.2): after each step a correction
+bias moves by a fixed amount, down where its expert was chosen more often than the mean, up where
+less often. The amount starts at 0.02, twenty times the paper's, and falls to zero with the learning
 rate: at a tenth of it nearly every token still chose the same expert after 130 steps.
 
 The text is the King James Bible without the four held-out books, as one stream of BOS book EOS BOS
 book EOS …; each pass over it starts at a random phase and is cut into windows that are visited in
-random order, each behind a BOS of its own. Windows of 256 come first, since they are cheaper. The
-score is that of the checkpoint as written, rounded to block FP8 and bf16, never of the weights in
-memory.
+random order, each after a BOS. Windows of 256 come first, since they are cheaper. The score is that
+of the checkpoint as written, rounded to block FP8 and bf16, not of the weights in memory.
 """
 
 import argparse
@@ -33,7 +32,7 @@ from torch.nn import functional as F
 from export.checkpoint.open import Checkpoint
 from export.reference.block import ReferenceModel
 from export.reference.feedforward import Gate
-from export.synthetic.write_checkpoint import write_checkpoint, write_json
+from export.synthetic.write_checkpoint import write_checkpoint, write_indented_json
 from graphs.contract.config import ModelConfig, load_raw_config
 from graphs.scoring import WINDOW, Scores, scored_logits
 
@@ -45,7 +44,7 @@ THREADS = 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run; `short_steps` with windows of 256 tokens, then `long_steps` with 512."""
+    """One training run: `short_steps` with windows of 256 tokens, then `long_steps` with 512."""
 
     seed: int
     short_steps: int = 700
@@ -63,8 +62,8 @@ class Recipe:
 
     def scale(self, step: int) -> float:
         """Multiplier of the learning rates: warmup, then linear to zero."""
-        left = (self.steps - step) / max(self.steps - self.warmup_steps, 1)
-        return min((step + 1) / self.warmup_steps, left)
+        remaining = (self.steps - step) / max(self.steps - self.warmup_steps, 1)
+        return min((step + 1) / self.warmup_steps, remaining)
 
 
 class Muon(torch.optim.Optimizer):
@@ -109,7 +108,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 def initialise(model: ReferenceModel, std: float) -> None:
-    """Normal weights with deviation `std`; what adds to the residual stream starts at zero."""
+    """Normal weights with deviation `std`; projections into the residual stream start at zero."""
     for name, p in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             nn.init.zeros_(p)
@@ -125,13 +124,13 @@ def training_stream(config: ModelConfig, text: str) -> Tensor:
     return torch.tensor(ids)
 
 
-def batches(stream: Tensor, bos: int, window: int, chance: torch.Generator) -> Iterator[Tensor]:
+def batches(stream: Tensor, bos: int, window: int, generator: torch.Generator) -> Iterator[Tensor]:
     """[TOKENS_PER_STEP / window, window + 1] token ids, each row BOS and then the stream's."""
     rows: list[Tensor] = []
     while True:
-        phase = int(torch.randint(window, (1,), generator=chance))
+        phase = int(torch.randint(window, (1,), generator=generator))
         starts = torch.arange(phase, len(stream) - window, window)
-        for start in starts[torch.randperm(len(starts), generator=chance)].tolist():
+        for start in starts[torch.randperm(len(starts), generator=generator)].tolist():
             rows.append(F.pad(stream[start : start + window], (1, 0), value=bos))
             if len(rows) * window == TOKENS_PER_STEP:
                 yield torch.stack(rows)
@@ -166,27 +165,27 @@ class Balancer:
 
 def train(model: ReferenceModel, recipe: Recipe, stream: Tensor) -> None:
     """Train in place, printing progress; the result depends on the recipe and the stream alone."""
-    chance = torch.Generator().manual_seed(recipe.seed)
+    generator = torch.Generator().manual_seed(recipe.seed)
     matrices = [
         p for n, p in model.named_parameters() if n.endswith(("_proj.weight", "mqa.weight"))
     ]
-    known = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in known]
+    matrix_ids = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in matrix_ids]
     optimizers = (
         Muon(matrices, recipe.matrix_rate, recipe.momentum, recipe.matrix_decay),
-        torch.optim.AdamW(rest, recipe.other_rate, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.AdamW(others, recipe.other_rate, betas=(0.9, 0.98), weight_decay=0.0),
     )
     rates = (recipe.matrix_rate, recipe.other_rate)
     balancer = Balancer(model)
     bos = model.config.bos_token_id
-    sources = [batches(stream, bos, window, chance) for window in (WINDOW // 2, WINDOW)]
+    sources = [batches(stream, bos, window, generator) for window in (WINDOW // 2, WINDOW)]
     begin, bits = time.monotonic(), math.nan
     for step in range(recipe.steps):
         ids = next(sources[step >= recipe.short_steps])
         loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
-        now = loss.item() / math.log(2)
-        bits = now if step == 0 else bits + 0.05 * (now - bits)
+        step_bits = loss.item() / math.log(2)
+        bits = step_bits if step == 0 else bits + 0.05 * (step_bits - bits)
         for optimizer, rate in zip(optimizers, rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * recipe.scale(step)
@@ -204,7 +203,7 @@ def train(model: ReferenceModel, recipe: Recipe, stream: Tensor) -> None:
 
 @torch.inference_mode()
 def bits_per_byte(model: ReferenceModel, text: bytes) -> float:
-    """Of the model on a text, by the rule of `graphs.scoring`."""
+    """Bits per byte that the model needs for a text, scored by the rule of `graphs.scoring`."""
     scored = scored_logits(
         lambda ids: [model(torch.tensor([ids]))[0].numpy()], text, model.config.bos_token_id
     )
@@ -212,14 +211,16 @@ def bits_per_byte(model: ReferenceModel, text: bytes) -> float:
 
 
 def write(folder: Path, raw: dict[str, Any], model: ReferenceModel) -> None:
-    """Write the checkpoint in two shards, and generation_config.json beside it."""
+    """Write the checkpoint in two shards, and generation_config.json."""
     write_checkpoint(folder, raw, model.state_dict())
     special = {name: raw[name] for name in ("bos_token_id", "eos_token_id")}
-    write_json(folder / "generation_config.json", special | {"do_sample": True, "temperature": 0.7})
+    write_indented_json(
+        folder / "generation_config.json", special | {"do_sample": True, "temperature": 0.7}
+    )
 
 
 def main(recipe: Recipe, folder: Path) -> None:
-    """Train as `recipe` says, write the checkpoint to `folder`, and score what was written."""
+    """Train, write the checkpoint to `folder`, and score the checkpoint as written."""
     torch.set_num_threads(THREADS)
     torch.manual_seed(recipe.seed)
     raw = load_raw_config(SOURCE)
@@ -236,7 +237,7 @@ def main(recipe: Recipe, folder: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train k2-nano and write its checkpoint.")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the checkpoint to")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights and batches")
     arguments = parser.parse_args()
     main(Recipe(arguments.seed), arguments.out)

@@ -25,7 +25,7 @@ from bench.quality.fp8_by_layer import KINDS, with_fp8
 from export.checkpoint.open import Checkpoint
 from export.checkpoint.shards import CheckpointError
 from export.reference.block import ReferenceModel
-from export.synthetic.write_checkpoint import write_json
+from export.synthetic.write_checkpoint import write_indented_json
 from graphs.cli import make_app, progress_bar, run
 from graphs.contract.manifest import Profile
 from graphs.contract.quantization import Int4Groups
@@ -206,7 +206,7 @@ def main(
         "by_layer_bytes": part,
         "by_layer": [asdict(row) for row in second],
     }
-    write_json(builds / "quality.json", result)
+    write_indented_json(builds / "quality.json", result)
     if message := failure(first):
         print(f"error: {message}", file=sys.stderr)
         raise typer.Exit(1)

@@ -1,13 +1,13 @@
 """A checkpoint's folder: `config.json`, an index, and safetensors shards, read tensor by tensor.
 
-Opening reads every shard's header and holds it against the config: a tensor that is missing, or of
-the wrong type, shape or scale grid, is an error before any value is read. Weights and scales may
-sit in different shards. Of the index's other tensors some are ignored by rule, and counted in
-`ignored`; the rest is reported in `unknown`. Values are checked as they are read: a NaN or infinity
-is an error naming tensor and index.
+Opening reads every shard's header and checks it against the config: a tensor that is missing, or
+has the wrong type, shape or scale grid, is an error before any value is read. Weights and scales
+may lie in different shards. Tensors that the config does not call for are either ignored by rule,
+and counted in `ignored`, or listed in `unknown`. Values are checked as they are read: a NaN or
+infinity is an error that names tensor and index.
 
-Names are the published ones; of a multimodal checkpoint, whose text model's tensors carry a prefix,
-without it.
+Names are the published ones, without the prefix that a multimodal checkpoint puts before those of
+its text model.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ Weight = Tensor | BlockFP8 | GroupInt4
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint; see the module's docstring. Make it with `Checkpoint.open`."""
+    """An opened checkpoint (see the module's docstring), made by `Checkpoint.open`."""
 
     folder: Path
     config: ModelConfig
@@ -61,7 +61,7 @@ class Checkpoint:
         stored = {n.removeprefix(TEXT_PREFIX): t for n, t in stored_tensors(folder).items()}
         nested = "text_config" in raw_config
         expected = expected_tensors(config)
-        used = {own for name in expected for own in (name, *companions(name))}
+        used = {part for name in expected for part in (name, *companions(name))}
         ignored: Counter[str] = Counter()
         unknown = []
         for name in sorted(set(stored) - used):
@@ -69,15 +69,15 @@ class Checkpoint:
                 ignored[rule] += 1
             else:
                 unknown.append(name)
-        found = cls(folder, config, raw_config, expected, stored, dict(ignored), tuple(unknown))
         missing = [n for n in sorted(expected) if n not in stored and n + PACKED not in stored]
         if missing:
             raise CheckpointError(
-                f"{folder}: tensor {missing[0]} is missing ({len(missing)} missing in all)"
+                f"{folder}: tensor {missing[0]} is missing ({len(missing)} missing in all); "
+                "complete the download"
             )
         for name, shape in expected.items():
             check_weight(name, shape, stored, config)
-        return found
+        return cls(folder, config, raw_config, expected, stored, dict(ignored), tuple(unknown))
 
     @cached_property
     def identity(self) -> CheckpointIdentity:
@@ -85,7 +85,7 @@ class Checkpoint:
         return CheckpointIdentity.from_folder(self.folder)
 
     def sources(self, name: str) -> list[Stored]:
-        """The stored tensors that make up a weight: itself, or its parts, and its scales."""
+        """The stored tensors that make up a weight: its values or their parts, and its scales."""
         return [self.stored[n] for n in (name, *companions(name)) if n in self.stored]
 
     def weight(self, name: str) -> Weight:
@@ -98,7 +98,7 @@ class Checkpoint:
             require_finite(name, tensor, stored.shard)
             return tensor
         codes = tensor.view(torch.uint8).numpy()
-        for first in range(0, len(codes), 64):  # few enough rows to stay in the cache
+        for first in range(0, len(codes), 64):  # rows few enough to stay in the processor's cache
             magnitudes = codes[first : first + 64] & 0x7F
             if magnitudes.max(initial=0) == 0x7F:
                 require_finite(name, torch.from_numpy(magnitudes != 0x7F), stored.shard, first)
@@ -108,10 +108,10 @@ class Checkpoint:
         if (scale < 0).any():
             index = tuple((scale < 0).nonzero()[0].tolist())
             raise CheckpointError(
-                f"{stored.name}: {float(scale[index])} found at index {index} in {stored.shard}; a "
-                "scale is at least 0"
+                f"{stored.name}: expected scales of at least 0, got {float(scale[index])} at index "
+                f"{index} in {stored.shard}"
             )
-        assert self.config.weight_block_size is not None  # seen to when the checkpoint was opened
+        assert self.config.weight_block_size is not None  # checked when the checkpoint was opened
         return BlockFP8(tensor, scale, self.config.weight_block_size)
 
     def wide(self, name: str) -> Tensor:
@@ -133,7 +133,7 @@ class Checkpoint:
             yield piece
 
     def reference(self) -> ReferenceModel:
-        """The whole model in fp32; for models that fit in memory. Raises CheckpointError."""
+        """The whole model in fp32, in memory. Raises CheckpointError."""
         model = ReferenceModel(self.config)
         model.load_state_dict({name: self.wide(name) for name in self.shapes})
         return model.requires_grad_(False).eval()
@@ -141,10 +141,10 @@ class Checkpoint:
     def _int4(self, name: str) -> GroupInt4:
         assert isinstance(self.config.quantization, Int4Groups)
         packed, scale, shape = (self.stored[name + s].read() for s in (PACKED, GROUP_SCALE, SHAPE))
-        rows, columns = expected = self.shapes[name]
-        if tuple(shape.tolist()) != expected:
+        rows, columns = self.shapes[name]
+        if shape.tolist() != [rows, columns]:
             raise CheckpointError(
-                f"{name + SHAPE}: {expected} expected from config.json, found "
+                f"{name + SHAPE}: expected {(rows, columns)} from config.json, got "
                 f"{tuple(shape.tolist())} in {self.stored[name + SHAPE].shard}"
             )
         require_finite(name + GROUP_SCALE, scale, self.stored[name + GROUP_SCALE].shard)
@@ -152,7 +152,7 @@ class Checkpoint:
 
 
 def _ignored(name: str, config: ModelConfig, nested: bool) -> str | None:
-    """The rule by which a tensor is left out, if there is one."""
+    """The rule by which a tensor is ignored, or None."""
     if name.endswith(INV_FREQ):
         return "rotary frequencies, made from config.json"
     last = config.num_hidden_layers
@@ -165,16 +165,16 @@ def _ignored(name: str, config: ModelConfig, nested: bool) -> str | None:
 
 
 def require_finite(name: str, values: Tensor, shard: Path | None = None, first: int = 0) -> None:
-    """Raises CheckpointError at the first value that is not.
+    """Raise CheckpointError at the first value that is NaN or infinite.
 
-    `values`: floating point, or booleans that say where a value is finite; `shard`: the file that
-    they are from; `first`: which row of the tensor they begin with.
+    `values`: floating point, or booleans that are true where a value is finite; `shard`: the file
+    they were read from; `first`: the tensor's row at which they begin.
     """
     finite = values if values.dtype == torch.bool else torch.isfinite(values)
     if not finite.all():
         row, *rest = finite.logical_not().nonzero()[0].tolist()
         where = "" if shard is None else f" in {shard}"
         raise CheckpointError(
-            f"{name}: NaN or infinity at index {(first + row, *rest)}{where}; every value must be "
-            "finite"
+            f"{name}: expected finite values, got NaN or infinity at index {(first + row, *rest)}"
+            f"{where}"
         )

@@ -1,7 +1,7 @@
-"""Safetensors shards of a checkpoint: what they hold, and reading it with plain reads.
+"""Safetensors shards of a checkpoint: their headers, and their tensors by plain reads.
 
 Nothing is mapped: mapped pages count as resident, and a layer of Kimi K2 has 17 GB of them. A
-tensor is read into memory of its own, whole or by rows, and goes when its reader is done with it.
+tensor is read into fresh memory, whole or by rows, which is freed when the reader drops it.
 """
 
 import json
@@ -51,11 +51,11 @@ class Stored:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def read(self) -> Tensor:
-        """The whole tensor. Raises CheckpointError where the shard has become shorter."""
+        """Read the whole tensor. Raises CheckpointError where the shard has become shorter."""
         return self._read(0, self.bytes).view(self.dtype).reshape(self.shape)
 
     def rows(self, at_once: int) -> Iterator[Tensor]:
-        """The tensor in pieces of whole rows of about `at_once` bytes, at least one row each."""
+        """Read the tensor in pieces of whole rows, about `at_once` bytes each, at least one row."""
         row = self.bytes // max(self.shape[0], 1)
         count = max(at_once // max(row, 1), 1)
         for first in range(0, self.shape[0], count):
@@ -72,8 +72,8 @@ class Stored:
                 got = os.preadv(file.fileno(), [content[done:]], self.begin + offset + done)
                 if not got:
                     raise CheckpointError(
-                        f"{self.shard}: tensor {self.name} ends behind the file's end; the file "
-                        "has changed since it was opened"
+                        f"{self.shard}: expected {size} bytes of tensor {self.name}, got {done}; "
+                        "the file has changed since it was opened, so start again"
                     )
                 done += got
         return tensor
@@ -91,7 +91,8 @@ def shard_tensors(shard: Path) -> dict[str, Stored]:
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
             raise CheckpointError(
-                f"{shard}: tensor {name}: type {entry['dtype']} found, known: {', '.join(DTYPES)}"
+                f"{shard}: tensor {name}: expected a type among {', '.join(DTYPES)}, got "
+                f"{entry['dtype']}"
             )
         begin = start + entry["data_offsets"][0]
         tensors[name] = Stored(name, shard, dtype, tuple(entry["shape"]), begin)
@@ -99,18 +100,22 @@ def shard_tensors(shard: Path) -> dict[str, Stored]:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the index, found in its shard. Raises CheckpointError."""
+    """Every tensor that the index names. Raises CheckpointError."""
     shard_of = _index(folder)
     headers = {}
     for shard in sorted(set(shard_of.values())):
         if Path(shard).name != shard or not (folder / shard).is_file():
-            raise CheckpointError(f"{folder}: the index names shard {shard!r}, not in there")
+            raise CheckpointError(
+                f"{folder}: the index names shard {shard!r}, which is not in this folder; complete "
+                "the download"
+            )
         headers[shard] = shard_tensors(folder / shard)
     stored = {}
     for name, shard in shard_of.items():
         if name not in headers[shard]:
             raise CheckpointError(
-                f"{folder / shard}: no tensor {name}, which {INDEX} says is in there"
+                f"{folder / shard}: tensor {name} is missing, though {INDEX} places it there; "
+                "download both again"
             )
         stored[name] = headers[shard][name]
     return stored
@@ -123,11 +128,14 @@ def _index(folder: Path) -> dict[str, str]:
         try:
             shard_of = json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise CheckpointError(f"{path}: a JSON object with 'weight_map' expected: {e}") from e
+            raise CheckpointError(
+                f"{path}: expected a JSON object with 'weight_map' ({e!r}); download it again"
+            ) from e
         return {str(k): str(v) for k, v in shard_of}
     shards = sorted(folder.glob("*.safetensors"))
     if len(shards) != 1:
         raise CheckpointError(
-            f"{folder}: {INDEX} or one .safetensors file expected, found {len(shards)} files"
+            f"{folder}: expected {INDEX} or one .safetensors file, got {len(shards)} files without "
+            "an index; complete the download"
         )
     return dict.fromkeys(shard_tensors(shards[0]), shards[0].name)

@@ -1,10 +1,10 @@
-"""Which tensors a checkpoint of a config has, by their published names, and their shapes."""
+"""Names and shapes of the tensors that a config calls for, as published."""
 
 from graphs.contract.config import ModelConfig
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of one layer, scales apart."""
+    """Name and shape of every tensor of one layer, without scales."""
     D, Q, C = config.hidden_size, config.q_lora_rank, config.kv_lora_rank
     H, N, R = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
     V, E = config.v_head_dim, config.n_routed_experts
@@ -46,7 +46,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model, scales apart."""
+    """Name and shape of every tensor of the model, without scales."""
     D, vocab = config.hidden_size, config.vocab_size
     tensors: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, D),
@@ -59,10 +59,10 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def is_linear(name: str) -> bool:
-    """Whether FP8 checkpoints store this tensor as FP8: the linear layers, the gate apart."""
+    """Whether FP8 checkpoints store this tensor as FP8: all linear layers but the gate."""
     return name.endswith("_proj.weight") or name.endswith("kv_a_proj_with_mqa.weight")
 
 
 def is_routed(name: str) -> bool:
-    """Whether the tensor is a routed expert's: what INT4 checkpoints store in 4 bits."""
+    """Whether the tensor is a routed expert's, which INT4 checkpoints store in 4 bits."""
     return ".mlp.experts." in name

@@ -1,16 +1,16 @@
 """The reference's maths in the engines' layout: the modules that become the four graphs.
 
-What differs from `export.reference.block`, and why (each rule's measurement: docs/engines.md):
+Differences from `export.reference.block` (each rule is measured in docs/engines.md):
 - linear layers read 2-D activations; weights that read the same activation are fused (q_a‖kv_a, or
   q‖kv_a where queries are projected directly, and gate‖up);
 - FP8 weights are [in, out], 16- and 32-bit ones [out, in] as in the checkpoint, read by
   Gemm(transB=1);
-- the latent cache is a read-only input, the step's new rows an output; W_UK and W_UV act on the
-  query and output side (absorbed MLA);
+- the latent cache is a read-only input, the step's new rows are an output; W_UK and W_UV act on
+  the query and output side (absorbed MLA);
 - rope rows are permuted at packing, so RoPE is in half layout;
-- the residual stream, norms, softmax, routing and the experts' accumulator are fp32; a branch is
-  cast to the activation dtype after its norm;
-- routed experts are a graph of their own, with the experts' weights as inputs.
+- the residual stream, norms, softmax, routing and the experts' accumulator are fp32; each branch
+  is cast to the activation dtype after its norm;
+- routed experts are a separate graph, with the experts' weights as inputs.
 
 Parameters are only declared: under FakeTensorMode nothing is allocated, at any size.
 """
@@ -108,7 +108,7 @@ class DenseBlock(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """Graph `moe`: all of a MoE block but the routed experts."""
+    """Graph `moe`: a MoE block without the routed experts."""
 
     def __init__(self, config: ModelConfig, form: LinearForm) -> None:
         super().__init__()
@@ -128,8 +128,8 @@ class MoEBlock(nn.Module):
     ) -> tuple[Tensor, ...]:
         """x [B,S,D] fp32 → acc [M,D] fp32, h [M,D], experts [M,K], expert_weights [M,K] fp32, new.
 
-        acc is the residual stream after attention plus the shared expert: the accumulator to which
-        the routed experts add.
+        acc is the residual stream after attention plus the shared experts' output; the routed
+        experts add to it.
         """
         x_MD = x.reshape(-1, x.shape[-1])
         x_mid, new = self.attention(x_MD, positions, context, cos, sin)
@@ -140,12 +140,11 @@ class MoEBlock(nn.Module):
 
 
 class Experts(nn.Module):
-    """Graph `experts`: `SLOTS` experts, each on the rows of h that chose it.
+    """Graph `experts`: `EXPERT_SLOTS` experts, each on the rows of h that chose it.
 
-    A slot gathers its rows, and adds gate · expert(rows) to the same rows of the accumulator. Rows
-    are distinct within a slot, so ScatterND needs no reduction, which TensorRT lacks. An unused
-    slot has one row with gate 0, and a gate of 0 selects 0, so nothing it computes can reach the
-    result.
+    An expert slot gathers its rows, and adds gate · expert(rows) to the same rows of the
+    accumulator. Rows are distinct within a slot, so ScatterND needs no reduction, which TensorRT
+    lacks. An unused slot has one row with gate 0, which selects 0 instead of what it computes.
     """
 
     def __init__(self, config: ModelConfig, form: LinearForm) -> None:
@@ -156,11 +155,11 @@ class Experts(nn.Module):
         )
 
     def forward(self, h: Tensor, acc: Tensor, rows: list[Tensor], gates: list[Tensor]) -> Tensor:
-        """h [M,D], acc fp32 [M,D]; per slot rows int64 [R], gate fp32 [R,1] → acc_out [M,D]."""
-        for expert, rows_R, gate_R1 in zip(self.slots, rows, gates, strict=True):
-            weighted = expert(h.index_select(0, rows_R)).float() * gate_R1
-            update = torch.where(gate_R1 == 0, 0.0, weighted)
-            acc = torch.index_put(acc, (rows_R,), acc.index_select(0, rows_R) + update)
+        """h [M,D], acc fp32 [M,D]; per slot rows int64 [n] and gates fp32 [n,1] → acc_out [M,D]."""
+        for expert, chosen, gate in zip(self.slots, rows, gates, strict=True):
+            weighted = expert(h.index_select(0, chosen)).float() * gate
+            update = torch.where(gate == 0, 0.0, weighted)
+            acc = torch.index_put(acc, (chosen,), acc.index_select(0, chosen) + update)
         return acc
 
 

@@ -1,4 +1,4 @@
-"""What the engines' blocks are made of: layers in engine layout, by precision.
+"""The layers of the engines' blocks, in the engines' layout, by precision.
 
 Parameters are only declared: under FakeTensorMode nothing is allocated, at any size.
 """
@@ -16,13 +16,13 @@ from graphs.ops.topk_gate import topk_gate
 
 @dataclass(frozen=True)
 class LinearForm:
-    """How a precision is carried out: the dtype of activations and of wide weights; FP8 or not."""
+    """The dtype of activations and wide weights, and whether linear layers are FP8."""
 
     activation: torch.dtype
     fp8: bool
 
     @classmethod
-    def of(cls, precision: Precision) -> "LinearForm":
+    def from_precision(cls, precision: Precision) -> "LinearForm":
         return cls(torch.float32 if precision == "fp32" else torch.bfloat16, precision == "fp8")
 
 
@@ -36,8 +36,9 @@ class FP8Linear(nn.Module):
         self.weight = parameter(fan_in, fan_out, dtype=torch.float8_e4m3fn)
         self.scale = parameter(fan_out, dtype=torch.float32)
 
-    def forward(self, x_MK: Tensor) -> Tensor:
-        y: Tensor = fp8_linear(x_MK, self.weight, self.scale)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [M,fan_in] → [M,fan_out]."""
+        y: Tensor = fp8_linear(x, self.weight, self.scale)
         return y
 
 
@@ -46,8 +47,9 @@ class WideLinear(nn.Module):
         super().__init__()
         self.weight = parameter(fan_out, fan_in, dtype=dtype)
 
-    def forward(self, x_MK: Tensor) -> Tensor:
-        return nn.functional.linear(x_MK, self.weight)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [M,fan_in] → [M,fan_out]."""
+        return nn.functional.linear(x, self.weight)
 
 
 def linear(fan_in: int, fan_out: int, form: LinearForm) -> nn.Module:
@@ -55,7 +57,7 @@ def linear(fan_in: int, fan_out: int, form: LinearForm) -> nn.Module:
 
 
 class RMSNorm(nn.Module):
-    """In fp32, to fp32: the caller casts."""
+    """Computes and returns fp32; the caller casts."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -97,7 +99,7 @@ class Gate(nn.Module):
             k=c.num_experts_per_tok,
             n_group=c.n_group,
             topk_group=c.topk_group,
-            group_score=c.group_score or "max",  # of no effect without groups
+            group_score=c.group_score or "max",  # no effect without expert groups
             scoring=c.scoring_func,
             scaling=c.expert_scaling,
             normalise=int(c.norm_topk_prob),

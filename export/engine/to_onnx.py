@@ -1,7 +1,6 @@
-"""The four graphs as ONNX, from shapes alone: torch.export under FakeTensorMode, so no weight
-exists.
+"""The four graphs as ONNX, exported under FakeTensorMode: from shapes alone, without weights.
 
-Weights are graph inputs, not initialisers: one compiled engine then serves every layer of its type.
+Weights are graph inputs, not initialisers, so one compiled engine serves every layer of its type.
 Custom ops are nodes of domain `kimi` whose bodies are attached as functions. The bytes depend on
 the config and precision only: metadata with paths and stack traces is dropped.
 """
@@ -25,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from export.engine.blocks import DenseBlock, Experts, Head, MoEBlock
 from export.engine.layers import LinearForm
 from graphs.contract.config import ModelConfig
+from graphs.contract.files import replacing
 from graphs.contract.spec import (
     EXPERT_SLOTS,
     GRAPHS,
@@ -44,8 +44,8 @@ from graphs.passes.infer_shapes import infer_shapes
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What torch.onnx.export is told about a graph. No two example sizes are the same."""
+class GraphRecipe:
+    """A graph's arguments for torch.onnx.export. No two sizes of its example inputs are equal."""
 
     module: Callable[[ModelConfig, LinearForm], nn.Module]
     inputs: Callable[[ModelConfig, LinearForm], dict[str, Any]]
@@ -83,12 +83,12 @@ _BLOCK_DYNAMIC: dict[str, Any] = {
     "sin": {},
 }
 
-RECIPES: dict[GraphName, Recipe] = {
-    "dense": Recipe(DenseBlock, _block_inputs, _BLOCK_DYNAMIC, ("y", "new")),
-    "moe": Recipe(
+RECIPES: dict[GraphName, GraphRecipe] = {
+    "dense": GraphRecipe(DenseBlock, _block_inputs, _BLOCK_DYNAMIC, ("y", "new")),
+    "moe": GraphRecipe(
         MoEBlock, _block_inputs, _BLOCK_DYNAMIC, ("acc", "h", "experts", "expert_weights", "new")
     ),
-    "experts": Recipe(
+    "experts": GraphRecipe(
         Experts,
         _experts_inputs,
         {
@@ -99,7 +99,7 @@ RECIPES: dict[GraphName, Recipe] = {
         },
         ("acc_out",),
     ),
-    "head": Recipe(
+    "head": GraphRecipe(
         Head,
         lambda config, form: {"hidden": torch.empty(5, config.hidden_size)},
         {"hidden": {0: "rows"}},
@@ -109,8 +109,8 @@ RECIPES: dict[GraphName, Recipe] = {
 
 
 def export_graph(config: ModelConfig, precision: Precision, graph: GraphName) -> onnx.ModelProto:
-    """One graph, checked, its weights inputs and every value shaped."""
-    recipe, form = RECIPES[graph], LinearForm.of(precision)
+    """Export one graph: weights are inputs, and every value has a shape."""
+    recipe, form = RECIPES[graph], LinearForm.from_precision(precision)
     with FakeTensorMode():
         module = recipe.module(config, form).eval()
         example = recipe.inputs(config, form)
@@ -122,8 +122,10 @@ def export_graph(config: ModelConfig, precision: Precision, graph: GraphName) ->
     return infer_shapes(attach_functions(ir.serde.serialize_model(model)))
 
 
-def _export(module: nn.Module, example: dict[str, Any], recipe: Recipe) -> torch.onnx.ONNXProgram:
-    """torch.onnx.export without its remarks on torchvision and on axes that share a name."""
+def _export(
+    module: nn.Module, example: dict[str, Any], recipe: GraphRecipe
+) -> torch.onnx.ONNXProgram:
+    """torch.onnx.export, silent about torchvision and about axes that share a name."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -156,8 +158,8 @@ def _weights_to_inputs(model: ir.Model, module: nn.Module) -> None:
 def export_graphs(raw_config: dict[str, Any], precision: Precision, build: Path) -> BuildSpec:
     """Write the four graphs and `spec.json` into a build folder.
 
-    Raises ConfigError, and BuildError where the folder holds another model or precision; nothing is
-    written then.
+    Raises ConfigError, and BuildError where the folder holds another model or precision, before
+    anything is written.
     """
     config = ModelConfig.from_dict(raw_config)
     _refuse_other_build(raw_config, precision, build)
@@ -167,9 +169,8 @@ def export_graphs(raw_config: dict[str, Any], precision: Precision, build: Path)
     for name, model in models.items():
         content = model.SerializeToString(deterministic=True)
         file = f"onnx/{name}.onnx"
-        temporary = build / f"{file}.tmp"
-        temporary.write_bytes(content)
-        temporary.replace(build / file)
+        with replacing(build / file) as temporary:
+            temporary.write_bytes(content)
         graphs[name] = GraphSpec(
             name,
             file,
@@ -189,9 +190,9 @@ def _refuse_other_build(raw_config: dict[str, Any], precision: Precision, build:
     old = BuildSpec.load(build)
     if (old.precision, old.config_sha256) != (precision, config_hash(raw_config)):
         raise BuildError(
-            f"{build}: holds another build (precision {old.precision}, config "
-            f"{old.config_sha256[:12]}…; {precision}, {config_hash(raw_config)[:12]}… asked for); "
-            "choose another --out, or remove it"
+            f"{build}: expected a build of precision {precision} and config "
+            f"{config_hash(raw_config)[:12]}…, got one of {old.precision} and "
+            f"{old.config_sha256[:12]}…; choose another --out, or remove it"
         )
 
 

@@ -1,1 +1,1 @@
-"""What parity compares against."""
+"""Goldens: the values that parity compares against."""

@@ -1,9 +1,9 @@
-"""The goldens of one block: what the reference computes for given inputs and cache rows.
+"""Goldens of one block: what the reference computes for fixed inputs and cache rows.
 
 A case's arrays are input.*, output.*, tap.*, and regrid.* (export.golden.regrid). Taps are in the
-checkpoint's layout, with keys laid out as the graph has them: those that a query does not see have
-the score MASKED and probability 0. Inputs are rounded to the types in which the graph reads them
-before the reference sees them.
+checkpoint's layout, except that keys stand where the graph has them: a key that a query does not
+see has the score MASKED and probability 0. Inputs are rounded to the graph's input types before the
+reference reads them.
 """
 
 import shutil
@@ -33,7 +33,7 @@ Arrays = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class GoldenCase:
-    """The content of one file of goldens."""
+    """The content of one golden file."""
 
     name: str
     metadata: dict[str, str]
@@ -41,10 +41,10 @@ class GoldenCase:
 
 
 def write_cases(spec: BuildSpec, build: Path, cases: Iterable[GoldenCase]) -> list[Path]:
-    """Write them in place of all earlier goldens, when all are made."""
+    """Replace all earlier goldens by these, once all are made."""
     with tempfile.TemporaryDirectory(dir=build, prefix=".golden_") as folder:
         files = [_write(spec, Path(folder), case) for case in cases]
-        shutil.rmtree(build / "golden", ignore_errors=True)  # of another version, other cases
+        shutil.rmtree(build / "golden", ignore_errors=True)  # another version has other cases
         (build / "golden").mkdir()
         return [file.replace(build / "golden" / file.name) for file in files]
 
@@ -57,13 +57,13 @@ def _write(spec: BuildSpec, folder: Path, case: GoldenCase) -> Path:
 
 
 def as_stored(x: Tensor, precision: Precision) -> Tensor:
-    """As it is after being stored in the activation's type."""
+    """x rounded to the activation dtype of this precision, in its own dtype."""
     return x if precision == "fp32" else round_bf16(x)
 
 
 @dataclass(frozen=True)
 class BlockGolden:
-    """Makes the cases of one layer. cos, sin: the rope tables [positions, R/2]."""
+    """Makes the cases of one layer. cos, sin: the rope tables [P, R/2]."""
 
     checkpoint: Checkpoint
     block: Block
@@ -77,17 +77,17 @@ class BlockGolden:
         return self.checkpoint.config
 
     @property
-    def packer(self) -> LayerPacker:
-        return LayerPacker(self.checkpoint, LinearForm.of(self.precision), self.layer)
+    def form(self) -> LinearForm:
+        return LinearForm.from_precision(self.precision)
 
     @property
-    def activation(self) -> torch.dtype:
-        return LinearForm.of(self.precision).activation
+    def packer(self) -> LayerPacker:
+        return LayerPacker(self.checkpoint, self.form, self.layer)
 
     def case(
         self, mode: str, x_BSD: Tensor, context: Tensor, lengths: Sequence[int], stride: int
     ) -> GoldenCase:
-        """The block on a batch of unequal contexts; the reference runs each sequence alone."""
+        """Run the block on sequences of unequal cached lengths; the reference runs each alone."""
         batch, new, _ = x_BSD.shape
         positions = torch.tensor(lengths)[:, None] + torch.arange(new)
         results = [
@@ -97,19 +97,16 @@ class BlockGolden:
         padded = torch.zeros(batch, stride, self.config.cache_width)
         for b, length in enumerate(lengths):
             padded[b, :length] = context[b, :length]
-        arrays = {
-            "input.x": x_BSD,
-            "input.positions": positions,
-            "input.context": padded.to(self.activation),
-        }
+        context = padded.to(self.form.activation)
+        arrays = {"input.x": x_BSD, "input.positions": positions, "input.context": context}
         arrays |= self._outputs(results)
         if isinstance(self.block.mlp, MoE):
             bias = self.block.mlp.gate.e_score_correction_bias
             arrays |= {} if bias is None else {"bias": bias}
         for taps, length in zip(results, lengths, strict=True):
             for name, hidden in (("scores", MASKED), ("probabilities", 0.0)):
-                taps[name] = _laid_out(taps[name], length, stride, hidden)
-        for name in (n for n in results[0] if n not in REFERENCE_ONLY):
+                taps[name] = _place_keys(taps[name], length, stride, hidden)
+        for name in (tap for tap in results[0] if tap not in REFERENCE_ONLY):
             arrays[f"tap.{name}"] = torch.cat([taps[name] for taps in results])
         graph = self.config.block_type(self.layer)
         if mode == "prefill":
@@ -117,15 +114,15 @@ class BlockGolden:
         return GoldenCase(f"{graph}_{self.layer:03d}_{mode}", self._metadata(graph, mode), arrays)
 
     def _linears(self, graph: str) -> list[str]:
-        """The block's packed linear layers; `attention` is W_UK and W_UV together."""
+        """Names of the block's packed linear layers; `attention` is W_UK and W_UV together."""
         low_rank = self.config.q_lora_rank is not None
-        first = ["qkv_a", "q_b"] if low_rank else ["qkv"]
+        queries = ["qkv_a", "q_b"] if low_rank else ["qkv"]
         mlp = "mlp" if graph == "dense" else "shared"
-        attention = [f"attention.{name}" for name in (*first, "o")]
+        attention = [f"attention.{name}" for name in (*queries, "o")]
         return ["attention", *attention, f"{mlp}.gate_up", f"{mlp}.down"]
 
     def _regrids(self, modules: Mapping[str, str]) -> Arrays:
-        """`export.golden.regrid` of packed modules, by their name in the graph."""
+        """The `export.golden.regrid` ratios of packed modules, given by their name in the graph."""
         ratios = {name: regrid(self.packer, module) for name, module in modules.items()}
         return {f"regrid.{name}": r for name, r in ratios.items() if r is not None}
 
@@ -133,7 +130,7 @@ class BlockGolden:
         return {"graph": graph, "layer": str(self.layer), "mode": mode}
 
     def _run(self, x_1SD: Tensor, rows_1TW: Tensor, positions_1S: Tensor) -> Taps:
-        """Everything that the reference computes for one sequence."""
+        """All taps of the reference for one sequence."""
         C, length = self.config.kv_lora_rank, rows_1TW.shape[1]
         cache = LatentRows(rows_1TW[..., :C], rows_1TW[..., C:])
         tables = (table[positions_1S].to(x_1SD.dtype) for table in (self.cos, self.sin))
@@ -143,48 +140,39 @@ class BlockGolden:
         return taps
 
     def _outputs(self, results: list[Taps]) -> Arrays:
-        def whole(name: str) -> Tensor:
+        def joined(name: str) -> Tensor:
             return torch.cat([taps[name] for taps in results])
 
-        new = torch.cat([whole("c_kv_normed"), whole("k_pe_rotated")], dim=-1)
-        outputs = {"output.new": new.to(self.activation), "output.y": whole("y")}
+        new = torch.cat([joined("c_kv_normed"), joined("k_pe_rotated")], dim=-1)
+        outputs = {"output.new": new.to(self.form.activation), "output.y": joined("y")}
         if isinstance(self.block.mlp, MoE):
             outputs |= {
-                "output.acc": (whole("x_mid") + whole("shared")).flatten(0, 1),
-                "output.h": whole("h").flatten(0, 1).to(self.activation),
-                "output.experts": whole("experts"),
-                "output.expert_weights": whole("expert_weights"),
+                "output.acc": (joined("x_mid") + joined("shared")).flatten(0, 1),
+                "output.h": joined("h").flatten(0, 1).to(self.form.activation),
+                "output.experts": joined("experts"),
+                "output.expert_weights": joined("expert_weights"),
             }
         return outputs
 
     def experts_cases(self, mode: str, block_case: Arrays) -> Iterator[GoldenCase]:
-        """The experts graph on all experts of a case of this block, the last slot unused.
+        """Run the experts graph on all experts that a block's case chose, the last slot unused.
 
-        A case starts from the sum with which the one before it ended, so the last ends with y.
+        Each case starts from the sum with which the one before it ended, so the last ends with y.
         """
-        moe = self.block.mlp
-        assert isinstance(moe, MoE)
-        h, acc = block_case["output.h"], block_case["output.acc"]
-        chosen, weights = block_case["output.experts"], block_case["output.expert_weights"]
-        experts = torch.unique(chosen).tolist()
+        acc = block_case["output.acc"]
+        experts = torch.unique(block_case["output.experts"]).tolist()
         for number, start in enumerate(range(0, len(experts), EXPERT_SLOTS - 1)):
             used = experts[start : start + EXPERT_SLOTS - 1]
-            arrays = {"input.h": h, "input.acc": acc}
+            slots = [used[min(slot, len(used) - 1)] for slot in range(EXPERT_SLOTS)]
+            arrays = {"input.h": block_case["output.h"], "input.acc": acc}
             acc = acc.clone()
-            for slot in range(EXPERT_SLOTS):
-                rows, gates, taps = torch.tensor([0]), torch.zeros(1, 1), Taps()
-                expert = used[min(slot, len(used) - 1)]
+            for slot, expert in enumerate(slots):
+                rows, gates, taps = self._run_expert(expert, slot < len(used), block_case)
                 if slot < len(used):
-                    rows, columns = torch.where(chosen == expert)
-                    gates = weights[rows, columns, None]
-                output = moe.experts[expert](h[rows].float(), taps)
-                if slot < len(used):
-                    acc[rows] += output * gates
-                taps["output"] = output
+                    acc[rows] += taps["output"] * gates
                 arrays |= {f"input.rows_{slot}": rows, f"input.gates_{slot}": gates}
                 for name in ("gate", "up", "product", "output"):
                     arrays[f"tap.slots.{slot}.{name}"] = taps[name]
-            slots = [used[min(slot, len(used) - 1)] for slot in range(EXPERT_SLOTS)]
             arrays["slot_experts"] = torch.tensor(slots)
             arrays |= self._regrids(
                 {
@@ -197,13 +185,23 @@ class BlockGolden:
             name = f"experts_{self.layer:03d}_{mode}_{number}"
             yield GoldenCase(name, self._metadata("experts", mode), arrays)
 
+    def _run_expert(self, expert: int, used: bool, case: Arrays) -> tuple[Tensor, Tensor, Taps]:
+        """Rows, gates and taps of an expert slot; an unused one has row 0 with gate 0."""
+        assert isinstance(self.block.mlp, MoE)
+        rows, gates, taps = torch.tensor([0]), torch.zeros(1, 1), Taps()
+        if used:
+            rows, columns = torch.where(case["output.experts"] == expert)
+            gates = case["output.expert_weights"][rows, columns, None]
+        taps["output"] = self.block.mlp.experts[expert](case["output.h"][rows].float(), taps)
+        return rows, gates, taps
 
-# What the graphs, which attend over the latent, have nothing to compare with.
+
+# Taps that the graphs, which attend over the latent, do not have.
 REFERENCE_ONLY = ("k_nope", "keys", "values")
 
 
-def _laid_out(keys: Tensor, length: int, stride: int, hidden: float) -> Tensor:
-    """[1,H,S,length+S] as [1,H,S,stride+S]: the step's own keys stand behind the whole stride."""
+def _place_keys(keys: Tensor, length: int, stride: int, hidden: float) -> Tensor:
+    """[1,H,S,length+S] as [1,H,S,stride+S]: the step's new keys stand behind the whole stride."""
     *sizes, new = *keys.shape[:3], keys.shape[3] - length
     result = torch.full((*sizes, stride + new), hidden)
     result[..., :length], result[..., stride:] = keys[..., :length], keys[..., length:]

@@ -1,14 +1,14 @@
 """Goldens of a model that does not fit in memory: each layer alone, on random inputs.
 
-    golden/dense_<layer>_prefill    128 tokens from nothing
-    golden/moe_<layer>_prefill      16 tokens from nothing
+    golden/dense_<layer>_prefill    128 tokens, nothing cached
+    golden/moe_<layer>_prefill      16 tokens, nothing cached
     golden/<block>_<layer>_decode   one token on 1,000 cached rows of a stride of 1,024, as the
                                     runtime's cache lays out a batch: the last rows are masked
     golden/experts_<layer>_prefill_0    one run of the first MoE layer's experts
     golden/head
 
-There is no end-to-end golden: that would take the whole model. The residual stream has a deviation
-of 1, cache rows are a normed latent and a rotated key, as the layer's own would be.
+There is no end-to-end golden, since it would take the whole model. The residual stream has a
+standard deviation of 1; cache rows are a normed latent and a rotated key, as the layer makes them.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ HEAD_ROWS = 16
 
 
 def write_layer_goldens(checkpoint: Checkpoint, build: Path) -> list[Path]:
-    """Compute and write them, one layer in memory. Raises BuildError, CheckpointError."""
+    """Compute and write them, one layer in memory at a time. Raises BuildError, CheckpointError."""
     spec = matching_spec(checkpoint, build)
     return write_cases(spec, build, _cases(checkpoint, spec))
 
@@ -62,7 +62,7 @@ def _layer(golden: BlockGolden) -> Iterator[GoldenCase]:
 
 
 def _rows(golden: BlockGolden, count: int, generator: torch.Generator) -> Tensor:
-    """[1, count, W]: what a sequence may have left in this layer's cache."""
+    """Cache rows [1, count, W] such as a sequence leaves in this layer's cache."""
     c = golden.config
     latent = torch.randn(1, count, c.kv_lora_rank, generator=generator)
     key = torch.randn(1, count, c.qk_rope_head_dim, generator=generator)

@@ -4,19 +4,19 @@
                                                 layer's prefill; chunk and decode of the first
                                                 layer of each type
     golden/experts_<layer>_<mode>_<n>.safetensors  the experts that these cases of the first MoE
-                                                layer choose, by runs of the experts graph
+                                                layer choose, one file per run of the experts graph
     golden/head.safetensors
     golden/end_to_end.safetensors               prompt_ids, logits of every position, cache rows of
-                                                all layers, the greedy tokens that follow, and by
-                                                how much each one's logit led
+                                                all layers, the greedy tokens that follow, and the
+                                                lead of each one's logit over the second best
 
-Inputs are hidden states and cache rows of the model itself, on a fixed text, rounded to the types
-in which the graph reads them, before the reference sees them. Taps are in the checkpoint's layout.
+Inputs are hidden states and cache rows of the model itself, on a fixed text, rounded to the graph's
+input types before the reference reads them. Taps are in the checkpoint's layout.
 
-Cases have tens of rows for the sake of fp8: where an activation lies on the border of two e4m3
-values, summation order decides, and one such flip moves its whole row by some thousandths in a
-model as narrow as k2-nano. The relative RMS over 32 rows tells that from an error; over 3 it would
-not. Flips add up from layer to layer, so every layer is also replayed at the reference's own input.
+Cases have tens of rows because of fp8: where an activation lies on the border of two e4m3 values,
+summation order decides, and one such flip moves its whole row by some thousandths in a model as
+narrow as k2-nano. The relative RMS over 32 rows tells that from an error; over 3 rows it would not.
+Flips add up from layer to layer, so every layer is also replayed with the reference's input.
 """
 
 from collections.abc import Iterator
@@ -37,13 +37,13 @@ from graphs.contract.spec import GOLDEN_MODES, GoldenMode, Precision
 
 TEXT = "And it came to pass in those days, that a man of the hill country went up to the gate."
 PROMPT_LENGTH = 96
-BATCH = 32  # sequences of the decode case; see above
+BATCH = 32  # sequences of the decode case; the docstring says why so many
 GREEDY_TOKENS = 64
 STRIDE = 128  # rows between two sequences of a batch, as the runtime's cache lays them out
 
 
 def write_goldens(checkpoint: Checkpoint, build: Path) -> list[Path]:
-    """Compute and write all goldens of a build; the whole model is in memory.
+    """Compute and write all goldens of a build, with the whole model in memory.
 
     Raises BuildError, CheckpointError.
     """
@@ -53,7 +53,7 @@ def write_goldens(checkpoint: Checkpoint, build: Path) -> list[Path]:
 
 
 def prompt_ids(vocab_size: int, bos: int, length: int) -> Tensor:
-    """[1, length]: BOS, then the text's bytes, repeated; within any vocabulary."""
+    """Token ids [1, length]: BOS, then the text's bytes, repeated, modulo the vocabulary."""
     text = (TEXT.encode() * (length // len(TEXT) + 1))[: length - 1]
     return torch.tensor([[bos, *(byte % vocab_size for byte in text)]])
 
@@ -65,7 +65,7 @@ class _Golden:
     precision: Precision
     prompt: Tensor  # [1, PROMPT_LENGTH]
     logits: Tensor  # [1, PROMPT_LENGTH, vocab]
-    taps: list[Taps]  # of the prompt's prefill, by layer
+    taps: list[Taps]  # by layer, from the prompt's prefill
 
     @classmethod
     def make(cls, checkpoint: Checkpoint, model: ReferenceModel, precision: Precision) -> "_Golden":
@@ -92,7 +92,7 @@ class _Golden:
         yield GoldenCase("end_to_end", {"graph": "chain"}, self.end_to_end())
 
     def block_case(self, golden: BlockGolden, mode: GoldenMode) -> GoldenCase:
-        """Prefill from nothing; a second chunk; one token each for sequences of unequal lengths."""
+        """A prefill with nothing cached; a second chunk; or one token each on unequal lengths."""
         taps = self.taps[golden.layer]
         x = taps["x"]
         rows = torch.cat([taps["c_kv_normed"], taps["k_pe_rotated"]], dim=-1)
@@ -110,7 +110,7 @@ class _Golden:
         return {"input.hidden": self.taps[-1]["y"][0], "output.logits": self.logits[0]}
 
     def end_to_end(self) -> Arrays:
-        """Prefill of the prompt in one step, then greedy decoding; the cache in its own type."""
+        """Prefill of the prompt in one step, then greedy decoding on rows rounded as stored."""
         caches = self.model.empty_caches(1)
         logits = self.model(self.prompt, caches)
         rows = torch.stack([cache.rows()[0] for cache in caches if isinstance(cache, LatentRows)])
@@ -129,7 +129,7 @@ class _Golden:
         return {
             "prompt_ids": self.prompt[0],
             "logits": logits[0],
-            "rows": rows.to(LinearForm.of(self.precision).activation),
+            "rows": rows.to(LinearForm.from_precision(self.precision).activation),
             "tokens": torch.tensor(tokens),
             "margins": torch.stack(margins),
         }

@@ -1,11 +1,11 @@
-"""The reference with a precision's rounding: what a build's goldens are compared against.
+"""The reference with a precision's rounding, from which a build's goldens are computed.
 
-fp32 and bf16 builds are held against the plain fp32 model. An fp8 build is held against the same
-model with the same values rounded: linear layers multiply per-channel e4m3 weights by per-token
-e4m3 activations, W_UK, W_UV, embedding and lm_head are bf16. It stays in checkpoint layout, so
-fusing, permuting and transposing at packing are all put to the test.
+fp32 and bf16 builds are compared with the plain fp32 model. An fp8 build is compared with the same
+model, rounded where the build rounds: linear layers multiply per-channel e4m3 weights by per-token
+e4m3 activations; W_UK, W_UV, embedding and lm_head are bf16. It stays in checkpoint layout, so
+fusing, permuting and transposing at packing are all tested.
 
-Of a model that does not fit in memory one block at a time is made. Its routed experts are read from
+A model that does not fit in memory is made one block at a time. Its routed experts are read from
 the checkpoint when a token chooses them: of Kimi K2's 384 in a layer, which take 67 GB in fp32,
 a token needs 8.
 """
@@ -26,28 +26,28 @@ from export.reference.rope import rope_tables
 from graphs.contract.spec import Precision
 from graphs.ops.fp8_linear import reference as fp8_linear
 
-# What an fp8 build keeps in 16 bits: W_UK and W_UV, embedding, lm_head.
+# An fp8 build keeps these in 16 bits: W_UK and W_UV, embedding, lm_head.
 _BF16_AT_FP8 = ("kv_b_proj.weight", "embed_tokens.weight", "lm_head.weight")
 
 
 class RoundedLinear(nn.Module):
     """A linear layer with fp8's rounding, its weight decoded once to fp32 [in, out].
 
-    A routed expert reads h from another graph's output, where it was stored as bf16.
+    `bf16_input`: a routed expert reads h, which another graph stored as bf16.
     """
 
     def __init__(self, weight: ChannelFP8, bf16_input: bool) -> None:
         super().__init__()
-        self.weight_KN, self.bf16_input = weight.decode().T.contiguous(), bf16_input
+        self.weight, self.bf16_input = weight.decode().T.contiguous(), bf16_input
 
     def forward(self, x: Tensor) -> Tensor:
         x = round_bf16(x) if self.bf16_input else x
-        flat = fp8_linear(x.reshape(-1, x.shape[-1]), self.weight_KN, torch.ones(()))
-        return flat.view(*x.shape[:-1], -1)
+        y = fp8_linear(x.reshape(-1, x.shape[-1]), self.weight, torch.ones(()))
+        return y.view(*x.shape[:-1], -1)
 
 
 class ChosenExperts(nn.Module):
-    """A layer's routed experts, each read from the checkpoint when asked for, and not kept."""
+    """A layer's routed experts, each read from the checkpoint at every access, and not kept."""
 
     def __init__(self, checkpoint: Checkpoint, layer: int, precision: Precision) -> None:
         super().__init__()
@@ -64,12 +64,12 @@ class ChosenExperts(nn.Module):
 
 
 def round_bf16(x: Tensor) -> Tensor:
-    """To the nearest bf16 value, in the tensor's own dtype."""
+    """Round to the nearest bf16 value; the dtype stays."""
     return x.to(torch.bfloat16).to(x.dtype)
 
 
 def rounded_reference(checkpoint: Checkpoint, precision: Precision) -> ReferenceModel:
-    """See the module's docstring. The whole model in memory. Raises CheckpointError."""
+    """The whole rounded model, in memory. Raises CheckpointError."""
     with torch.device("meta"):
         model = ReferenceModel(checkpoint.config)
     model.cos, model.sin = rope_tables(checkpoint.config)
@@ -78,7 +78,7 @@ def rounded_reference(checkpoint: Checkpoint, precision: Precision) -> Reference
 
 
 def rounded_block(checkpoint: Checkpoint, layer: int, precision: Precision) -> Block:
-    """One block of the model, with `ChosenExperts` where it has any. Raises CheckpointError."""
+    """One rounded block, its routed experts as `ChosenExperts`. Raises CheckpointError."""
     with torch.device("meta"):
         block = Block(checkpoint.config, layer)
     if isinstance(block.mlp, MoE):
@@ -89,7 +89,7 @@ def rounded_block(checkpoint: Checkpoint, layer: int, precision: Precision) -> B
 
 
 def rounded_head(checkpoint: Checkpoint, precision: Precision) -> nn.Sequential:
-    """Final norm and lm_head. Raises CheckpointError."""
+    """The rounded final norm and lm_head. Raises CheckpointError."""
     config = checkpoint.config
     with torch.device("meta"):
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -106,7 +106,7 @@ def _fill(
     checkpoint: Checkpoint,
     precision: Precision,
 ) -> None:
-    """Give a module, made on the meta device, its tensors: those of the checkpoint below prefix."""
+    """Load these tensors into a module on the meta device; their names begin with `prefix`."""
     for name in names:
         path, _, part = name.removeprefix(prefix).rpartition(".")
         if precision == "fp8" and is_linear(name) and not name.endswith(_BF16_AT_FP8):

@@ -152,7 +152,7 @@ class LayerPacker:
         fused = torch.empty(fan_in, sum(fan_outs), dtype=torch.uint8)
         scales, column = [], 0
         for source, name, fan_out in zip(sources, names, fan_outs, strict=True):
-            scale = channel_fp8(self.checkpoint.weight(name), fused, column).scale_N
+            scale = channel_fp8(self.checkpoint.weight(name), fused, column).scale
             if source.rows is not None:
                 part = fused[:, column : column + fan_out]
                 part.copy_(part[:, source.rows])

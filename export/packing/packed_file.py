@@ -89,7 +89,7 @@ class PackedFile:
 
 def packed_files(checkpoint: Checkpoint, spec: BuildSpec) -> Iterator[PackedFile]:
     """All of a build: embedding, layers, head, rope tables."""
-    config, form = checkpoint.config, LinearForm.of(spec.precision)
+    config, form = checkpoint.config, LinearForm.from_precision(spec.precision)
 
     def rows(name: str, dtype: str) -> Iterator[Array]:
         target = torch.float32 if dtype == "float" else form.activation

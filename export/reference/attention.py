@@ -2,13 +2,13 @@
 
 Queries go through a low-rank path, or, where `q_lora_rank` is null, are projected directly; keys
 and values come from one normed latent of `kv_lora_rank` values and one rotated key of
-`qk_rope_head_dim` values that all heads share. Three ways to attend, equal but for rounding, told
-apart by the cache handed in:
+`qk_rope_head_dim` values that all heads share. The cache chooses one of three ways to attend, equal
+but for rounding:
 
-- expanded: the latent rows are kept, and K and V of every head are made anew from all of them;
-- absorbed: the latent rows are kept, and W_UK and W_UV move to the query and output side, so that
-  every head attends over the latent itself (DeepSeek-V2 §2.1.2) - what the engines do;
-- per head: K and V of every head are kept, as the published model code does; reference only.
+- expanded: latent rows are cached, and each step makes K and V of every head from all of them;
+- absorbed: latent rows are cached, and W_UK and W_UV move to the query and output side, so that
+  every head attends over the latent itself (DeepSeek-V2 §2.1.2), as in the engines;
+- per head: K and V of every head are cached, as in the published model code.
 
 Parameters carry the checkpoint's names. Dimension letters: see graphs/contract/spec.py.
 """
@@ -25,7 +25,7 @@ Taps = dict[str, Tensor]
 
 
 def tap(taps: Taps | None, name: str, value: Tensor) -> Tensor:
-    """Record a named intermediate where somebody listens; returns it unchanged."""
+    """Record a named intermediate, if taps are recorded; returns it unchanged."""
     if taps is not None:
         taps[name] = value
     return value
@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (x0,x1), (x2,x3), …; the result is in half layout: all evens, then all odds."""
+    """Rotate pairs (x0,x1), (x2,x3), …; returns half layout: all evens, then all odds."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.cat([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
 
@@ -148,10 +148,10 @@ class Attention(nn.Module):
         cache: LayerCache,
         taps: Taps | None = None,
     ) -> Tensor:
-        """Attend over the cache and x, append x's rows to the cache; returns [B,S,D].
+        """Attend over the cache and x, and append x's rows to the cache; returns [B,S,D].
 
-        cos and sin are those of the tokens' positions, in x's dtype; mask is added to the scores
-        [B,H,S,T+S].
+        cos and sin belong to the tokens' positions, in x's dtype; mask is added to the scores
+        [B,H,S,T].
         """
         q_nope, q_pe = self._queries(x_BSD, cos_BSr, sin_BSr, taps)
         latent, k_pe = self._latent(x_BSD, cos_BSr, sin_BSr, taps)
@@ -165,8 +165,8 @@ class Attention(nn.Module):
                 mix = self._attend(q_nope, q_pe, keys, values, mask, taps)
             else:
                 mix = self._attend_absorbed(q_nope, q_pe, cache, mask, taps)
-        flat = mix.transpose(1, 2).reshape(*x_BSD.shape[:2], -1)
-        return tap(taps, "delta_attn", self.o_proj(flat))
+        joined = mix.transpose(1, 2).reshape(*x_BSD.shape[:2], -1)
+        return tap(taps, "delta_attn", self.o_proj(joined))
 
     def _queries(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, taps: Taps | None

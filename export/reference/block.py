@@ -61,7 +61,7 @@ class Trunk(nn.Module):
 
 
 class ReferenceModel(nn.Module):
-    """Token ids to logits, with a cache in any form of `export.reference.attention`."""
+    """Token ids to logits, with any cache of `export.reference.attention`."""
 
     cos: Tensor
     sin: Tensor
@@ -93,16 +93,16 @@ class ReferenceModel(nn.Module):
         caches: Sequence[LayerCache] | None = None,
         taps: Sequence[Taps] | None = None,
     ) -> Tensor:
-        """Logits [B,S,vocab] of tokens that follow what the caches hold, all of one length.
+        """Logits [B,S,vocab] of tokens that follow the caches' rows; all caches have one length.
 
-        `taps`, one dict a layer, receives each block's input `x` and named intermediates.
+        `taps`, one dict per layer, receives each block's input `x` and named intermediates.
         """
         batch, new = ids_BS.shape
         caches = self.empty_caches(batch) if caches is None else caches
-        past = caches[0].length
+        cached = caches[0].length
         x = self.model.embed_tokens(ids_BS)
-        cos, sin = self.tables(torch.arange(past, past + new).expand(batch, new), x.dtype)
-        mask = causal_mask(new, past, x.dtype)
+        cos, sin = self.tables(torch.arange(cached, cached + new).expand(batch, new), x.dtype)
+        mask = causal_mask(new, cached, x.dtype)
         for index, (layer, cache) in enumerate(zip(self.model.layers, caches, strict=True)):
             layer_taps = taps[index] if taps is not None else None
             tap(layer_taps, "x", x)
@@ -111,5 +111,5 @@ class ReferenceModel(nn.Module):
         return logits
 
     def tables(self, positions_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [B,S,R/2] of these positions, angles taken in fp32, then cast."""
+        """cos and sin [B,S,R/2] of these positions, computed in fp32, then cast."""
         return self.cos[positions_BS].to(dtype), self.sin[positions_BS].to(dtype)

@@ -1,4 +1,4 @@
-"""SwiGLU, and the mixture of experts with its gate: the readable reference."""
+"""SwiGLU, the gate and the mixture of experts: the readable reference."""
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,10 @@ class SwiGLU(nn.Module):
 class Gate(nn.Module):
     """`mlp.gate`: routing by the config's `topk_method`, in fp32 whatever the input's dtype.
 
-    Scores are the sigmoid (DeepSeek-V3 §2.1.2) or the softmax (DeepSeek-V2) of the logits. A
-    correction bias takes part in choosing experts; their weights are the unbiased scores. With
-    several groups of experts only those of the `topk_group` best ones may be chosen: a group is as
-    good as its two best experts together, or, without a bias, as its best one.
+    Scores are the sigmoid (DeepSeek-V3 §2.1.2) or the softmax (DeepSeek-V2) of the logits. The
+    correction bias, where there is one, is added to the scores to choose experts, and not to weigh
+    them. With several expert groups, experts are chosen from the best `topk_group` of them; a group
+    is rated by the sum of its two best scores, or by its best one (`group_score`).
     """
 
     e_score_correction_bias: Tensor | None
@@ -55,8 +55,8 @@ class Gate(nn.Module):
             choice = choice + self.e_score_correction_bias
         if c.n_group > 1:
             grouped = choice.view(len(choice), c.n_group, -1)
-            best = 2 if c.group_score == "top2_sum" else 1
-            group_scores = grouped.topk(best, dim=-1).values.sum(-1)
+            rated = 2 if c.group_score == "top2_sum" else 1
+            group_scores = grouped.topk(rated, dim=-1).values.sum(-1)
             kept = group_scores.topk(c.topk_group, dim=-1).indices
             hidden = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, kept, False)
             choice = grouped.masked_fill(hidden[..., None], -torch.inf).flatten(-2)
@@ -69,7 +69,7 @@ class Gate(nn.Module):
 
 
 class MoE(nn.Module):
-    """`mlp` of a MoE block: routed experts, summed in ascending order, and the shared experts."""
+    """`mlp` of a MoE block: routed experts, added in ascending order, and the shared experts."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -85,12 +85,12 @@ class MoE(nn.Module):
         experts_MK, weights_MK = self.gate(h_MD, taps)
         routed = torch.zeros_like(h_MD, dtype=weights_MK.dtype)
         for index in experts_MK.unique().tolist():
-            rows, slots = torch.where(experts_MK == index)
-            output = self.experts[index](h_MD[rows]) * weights_MK[rows, slots, None]
+            rows, choices = torch.where(experts_MK == index)
+            output = self.experts[index](h_MD[rows]) * weights_MK[rows, choices, None]
             routed = routed.index_add(0, rows, output.to(routed.dtype))
         tap(taps, "routed", routed)
-        own: Taps = {}
-        shared = tap(taps, "shared", self.shared_experts(h_BSD, own))
+        shared_taps: Taps = {}
+        shared = tap(taps, "shared", self.shared_experts(h_BSD, shared_taps))
         for name in ("gate", "up", "product"):
-            tap(taps, f"shared_{name}", own[name])
+            tap(taps, f"shared_{name}", shared_taps[name])
         return routed.to(h_BSD.dtype).view_as(h_BSD) + shared

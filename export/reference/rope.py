@@ -1,4 +1,4 @@
-"""Rotary frequencies and tables, YaRN included, in the arithmetic of the published model code."""
+"""Rotary frequencies and tables, with YaRN, in the arithmetic of the published model code."""
 
 import math
 
@@ -10,7 +10,7 @@ from graphs.contract.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, width: int) -> Tensor:
-    """fp32 [width/2]: pair i turns by this many radians a position.
+    """Radians per position of each pair, fp32 [width/2].
 
     YaRN (arXiv 2309.00071 §3.2) keeps the pairs that turn often within the original context,
     divides the slow ones by `factor`, and blends linearly between the two correction dimensions.
@@ -36,7 +36,7 @@ def _correction_dim(rope: RopeConfig, width: int, rotations: float) -> float:
 
 
 def rope_tables(config: ModelConfig, positions: int | None = None) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 [positions, qk_rope_head_dim/2]; by default all positions of the model."""
+    """cos and sin, fp32 [P, R/2]; by default for all positions of the model."""
     count = config.max_position_embeddings if positions is None else positions
     frequencies = inverse_frequencies(config.rope, config.qk_rope_head_dim)
     angles = torch.arange(count).to(torch.float32)[:, None] * frequencies

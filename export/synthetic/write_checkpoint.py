@@ -1,7 +1,6 @@
-"""Write a model in its family's on-disk format: config, index, shards, FP8 or INT4 weights."""
+"""Write a model in its family's on-disk format: config, index, and shards in bf16, FP8 or INT4."""
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from export.checkpoint.shards import INDEX, CheckpointError
 from export.checkpoint.tensor_names import expected_tensors, is_linear, is_routed
 from export.checkpoint.weight_forms import GROUP_SCALE, PACKED, SCALE_SUFFIX, SHAPE
 from graphs.contract.config import TEXT_PREFIX, ModelConfig
+from graphs.contract.files import replacing, write_text
 from graphs.contract.quantization import FP8Blocks, Int4Groups
 
 
@@ -27,17 +27,17 @@ def write_checkpoint(
 
     The config's quantisation makes linear layers block FP8, or routed experts grouped INT4. Gate
     weights, norms, embedding and head are bf16, the correction bias fp32. Raises CheckpointError
-    where names or shapes differ from what the config calls for or a value is not finite; nothing is
-    written then.
+    where a name or shape differs from the config or a value is not finite, before anything is
+    written.
     """
     config = ModelConfig.from_dict(raw_config)
     expected = expected_tensors(config)
-    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if found != expected:
-        wrong = sorted(set(found.items()) ^ set(expected.items()))[0]
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if shapes != expected:
+        name, _ = min(shapes.items() ^ expected.items())
         raise CheckpointError(
-            f"{wrong[0]}: does not match config.json, which calls for shape "
-            f"{expected.get(wrong[0])}, found {found.get(wrong[0])}"
+            f"{name}: expected shape {expected.get(name)} from config.json, got {shapes.get(name)} "
+            "(None: no such tensor)"
         )
     for name, tensor in state.items():
         require_finite(name, tensor)
@@ -52,22 +52,19 @@ def write_checkpoint(
             tensors |= _stored(name, state[name], config)
         if "text_config" in raw_config:
             tensors = {TEXT_PREFIX + name: tensor for name, tensor in tensors.items()}
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as temporary:
-            save_file(tensors, temporary.name, metadata={"format": "pt"})
-        Path(temporary.name).chmod(0o644)
-        Path(temporary.name).replace(folder / file)
+        with replacing(folder / file) as temporary:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+            temporary.chmod(0o644)  # safetensors writes files that only their owner may read
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(t.numel() * t.element_size() for t in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / INDEX, index)
-    write_json(folder / "config.json", raw_config)
+    write_indented_json(folder / INDEX, index)
+    write_indented_json(folder / "config.json", raw_config)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write by a temporary name and a rename."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+def write_indented_json(path: Path, value: Any) -> None:
+    """Write JSON as checkpoints have it: indented by two, numbers in full, by a rename."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def _stored(name: str, tensor: Tensor, config: ModelConfig) -> dict[str, Tensor]:
@@ -75,11 +72,11 @@ def _stored(name: str, tensor: Tensor, config: ModelConfig) -> dict[str, Tensor]
     if name.endswith("e_score_correction_bias"):
         return {name: tensor.to(torch.float32).contiguous()}
     match config.quantization:
-        case FP8Blocks(block=block) if is_linear(name):
-            blocks = encode(tensor, block)
+        case FP8Blocks(block=block_size) if is_linear(name):
+            blocks = encode(tensor, block_size)
             return {name: blocks.weight, name + SCALE_SUFFIX: blocks.scale}
-        case Int4Groups(group_size=size) if is_routed(name):
-            groups = encode_int4(tensor, size)
+        case Int4Groups(group_size=group_size) if is_routed(name):
+            groups = encode_int4(tensor, group_size)
             shape = torch.tensor(groups.shape, dtype=torch.int32)
             parts = {PACKED: groups.packed, GROUP_SCALE: groups.scale, SHAPE: shape}
             return {name + suffix: part for suffix, part in parts.items()}

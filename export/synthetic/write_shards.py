@@ -1,11 +1,10 @@
 """Write a checkpoint's shards as a stream: each a header, then its tensors piece by piece.
 
-So a checkpoint of any size is written from a few MB of memory. Shards are filled in the order of
-the tensors; within a shard these lie as safetensors' own writer puts them, wide types first and
-then by name, which aligns each to its type.
+A checkpoint of any size is thus written from a few MB of memory. Shards are filled in the order of
+the tensors; within a shard tensors are sorted as safetensors' own writer sorts them, wide types
+first and then by name, which aligns each to its type.
 """
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +13,18 @@ from typing import Any
 import torch
 
 from export.checkpoint.shards import DTYPES, INDEX
-from export.synthetic.write_checkpoint import write_json
+from export.synthetic.write_checkpoint import write_indented_json
+from graphs.contract.files import replacing
 from graphs.contract.tensorfile import Array, header_bytes
 
-Progress = Callable[[str, int, int], None]  # file's name, bytes done, bytes in all
+ShardProgress = Callable[[str, int, int], None]  # file's name, bytes done, bytes in all
 
 _STORED = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor to be written; `pieces` makes its content, one array of bytes after the other."""
+    """A tensor to be written; `pieces` makes its content, as arrays of bytes."""
 
     name: str
     dtype: torch.dtype
@@ -37,9 +37,9 @@ class NewTensor:
 
 
 def write_shards(
-    folder: Path, tensors: Sequence[NewTensor], shard_bytes: int, progress: Progress
+    folder: Path, tensors: Sequence[NewTensor], shard_bytes: int, progress: ShardProgress
 ) -> list[Path]:
-    """Write shards of at most `shard_bytes` (one larger tensor apart) and, last, their index."""
+    """Write shards of at most `shard_bytes` (a larger tensor gets its own), then their index."""
     shards = list(_fill(tensors, shard_bytes))
     total, done = sum(t.bytes for t in tensors), 0
     weight_map: dict[str, str] = {}
@@ -51,7 +51,7 @@ def write_shards(
             progress(files[-1].name, done, total)
         weight_map |= dict.fromkeys((t.name for t in shard), files[-1].name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / INDEX, index)
+    write_indented_json(folder / INDEX, index)
     return [*files, folder / INDEX]
 
 
@@ -66,22 +66,16 @@ def _fill(tensors: Iterable[NewTensor], shard_bytes: int) -> Iterator[list[NewTe
 
 
 def _write_shard(path: Path, tensors: Iterable[NewTensor]) -> Iterator[int]:
-    """Each tensor's size when it is written; the file gets its name at the end."""
+    """Write the tensors, and yield each one's size when it is written."""
     ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.name))
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        try:
-            file.write(_header(ordered))
-            for tensor in ordered:
-                begin = file.tell()
-                for piece in tensor.pieces():
-                    file.write(piece.data)
-                assert file.tell() - begin == tensor.bytes, tensor.name
-                yield tensor.bytes
-        except BaseException:
-            Path(file.name).unlink()
-            raise
-    Path(file.name).chmod(0o644)
-    Path(file.name).replace(path)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(_header(ordered))
+        for tensor in ordered:
+            begin = file.tell()
+            for piece in tensor.pieces():
+                file.write(piece.data)
+            assert file.tell() - begin == tensor.bytes, tensor.name
+            yield tensor.bytes
 
 
 def _header(tensors: Iterable[NewTensor]) -> bytes:

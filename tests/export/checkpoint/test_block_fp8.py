@@ -16,8 +16,8 @@ from export.checkpoint.block_fp8 import (
     channels_from_wide,
     decode,
     encode,
+    expand_scale,
     grid_shape,
-    spread,
     to_channels,
 )
 from graphs.contract.tensorfile import Array
@@ -40,13 +40,13 @@ def random_weight(rows: int, columns: int, seed: int) -> Tensor:
     return weight
 
 
-def random_block(rows: int, columns: int, block: tuple[int, int], seed: int) -> BlockFP8:
+def random_fp8(rows: int, columns: int, block_size: tuple[int, int], seed: int) -> BlockFP8:
     """Finite e4m3 bytes other than 0; scales that are powers of two, so products are exact."""
     torch.manual_seed(seed)
     magnitude = torch.randint(1, 0x7F, (rows, columns), dtype=torch.uint8)
     sign = torch.randint(0, 2, (rows, columns), dtype=torch.uint8) * 0x80
-    scale = torch.exp2(torch.randint(-9, -3, grid_shape((rows, columns), block)).float())
-    return BlockFP8((magnitude + sign).view(E4M3), scale, block)
+    scale = torch.exp2(torch.randint(-9, -3, grid_shape((rows, columns), block_size)).float())
+    return BlockFP8((magnitude + sign).view(E4M3), scale, block_size)
 
 
 def to_float64(weight: Tensor) -> Array:
@@ -55,8 +55,8 @@ def to_float64(weight: Tensor) -> Array:
 
 
 def decode_by_loops(weight: BlockFP8) -> Array:
-    """Every value times the scale of its own block, found by integer division."""
-    values, (a, b) = to_float64(weight.weight), weight.block
+    """Every value times the scale of its scale block, located by integer division."""
+    values, (a, b) = to_float64(weight.weight), weight.block_size
     for i, j in np.ndindex(*values.shape):
         values[i, j] *= float(weight.scale[i // a, j // b])
     return values
@@ -69,18 +69,19 @@ def rms(x: Tensor) -> float:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(SIZES, SIZES, BLOCKS, SEEDS)
 def test_encoding_errs_by_at_most_half_a_step(
-    rows: int, columns: int, block: tuple[int, int], seed: int
+    rows: int, columns: int, block_size: tuple[int, int], seed: int
 ) -> None:
     weight = random_weight(rows, columns, seed)
-    encoded = encode(weight, block)
+    encoded = encode(weight, block_size)
     assert encoded.weight.dtype == E4M3 and encoded.weight.shape == weight.shape
     assert encoded.scale.dtype == torch.float32
-    assert tuple(encoded.scale.shape) == (math.ceil(rows / block[0]), math.ceil(columns / block[1]))
+    height, width = block_size
+    assert tuple(encoded.scale.shape) == (math.ceil(rows / height), math.ceil(columns / width))
     error, values = decode(encoded) - weight, weight.abs()
     for i, j in np.ndindex(*encoded.scale.shape):
         area = (
-            slice(i * block[0], (i + 1) * block[0]),
-            slice(j * block[1], (j + 1) * block[1]),
+            slice(i * block_size[0], (i + 1) * block_size[0]),
+            slice(j * block_size[1], (j + 1) * block_size[1]),
         )
         peak = float(values[area].max())
         assert float(error[area].abs().max()) <= peak * HALF_STEP * (1 + 1e-5)
@@ -91,9 +92,9 @@ def test_encoding_errs_by_at_most_half_a_step(
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(SIZES, SIZES, BLOCKS, SEEDS)
 def test_decoding_gives_each_value_its_blocks_scale(
-    rows: int, columns: int, block: tuple[int, int], seed: int
+    rows: int, columns: int, block_size: tuple[int, int], seed: int
 ) -> None:
-    weight = random_block(rows, columns, block, seed)
+    weight = random_fp8(rows, columns, block_size, seed)
     assert np.array_equal(decode(weight).numpy(), decode_by_loops(weight))
 
 
@@ -113,8 +114,8 @@ def test_block_size_is_the_configs_not_the_shapes() -> None:
     assert grid_shape((1000, 256), (128, 128)) == (8, 2)
     scale = torch.arange(8.0)[:, None].expand(8, 2)
     decoded = decode(BlockFP8(torch.ones(1000, 256).to(E4M3), scale, (128, 128)))
-    rows_of = [(decoded[:, 0] == i).nonzero().flatten().tolist() for i in range(8)]
-    assert rows_of[0] == [*range(128)] and rows_of[7] == [*range(896, 1000)]
+    rows = [(decoded[:, 0] == i).nonzero().flatten().tolist() for i in range(8)]
+    assert rows[0] == [*range(128)] and rows[7] == [*range(896, 1000)]
 
 
 def test_zeros_stay_zeros() -> None:
@@ -129,21 +130,21 @@ def test_zeros_stay_zeros() -> None:
 
 
 def test_a_block_of_zeros_does_not_coarsen_its_channels() -> None:
-    """Its scale is arbitrary, so it must not become the scale of the whole row of blocks."""
+    """Its scale is arbitrary, so it must not become the scale of a whole row of scale blocks."""
     torch.manual_seed(0)
     weight = torch.randn(16, 48) * 0.01
     weight[:, 16:32] = 0
     error = to_channels(encode(weight, (16, 16))).decode() - weight
     assert rms(error) / rms(weight) <= 0.04
-    foreign = encode(weight, (16, 16))
-    foreign.scale[0, 1] = 1.0
+    arbitrary = encode(weight, (16, 16))
+    arbitrary.scale[0, 1] = 1.0
     assert torch.equal(
-        to_channels(foreign).decode(), to_channels(encode(weight, (16, 16))).decode()
+        to_channels(arbitrary).decode(), to_channels(encode(weight, (16, 16))).decode()
     )
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_is_refused(value: float) -> None:
+def test_a_weight_that_is_not_finite_is_refused(value: float) -> None:
     """Case 16: torch's cast would saturate infinity silently."""
     weight = torch.randn(8, 8)
     weight[5, 2] = value
@@ -154,28 +155,28 @@ def test_what_is_not_finite_is_refused(value: float) -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(SIZES, SIZES, BLOCKS, SEEDS)
 def test_channels_are_the_decoded_weight_encoded_again(
-    rows: int, columns: int, block: tuple[int, int], seed: int
+    rows: int, columns: int, block_size: tuple[int, int], seed: int
 ) -> None:
-    """Against numpy: decode, divide by the largest scale of the row of blocks, round to e4m3."""
-    weight = random_block(rows, columns, block, seed)
-    largest = np.repeat(weight.scale.numpy().max(axis=1), block[0])[:rows]
+    """In numpy: decode, divide by the largest scale of the row of scale blocks, round to e4m3."""
+    weight = random_fp8(rows, columns, block_size, seed)
+    largest = np.repeat(weight.scale.numpy().max(axis=1), block_size[0])[:rows]
     expected = (decode_by_loops(weight) / largest[:, None]).astype(ml_dtypes.float8_e4m3fn)
-    found = to_channels(weight)
-    assert np.array_equal(found.scale_N.numpy(), largest)
-    assert np.array_equal(to_float64(found.weight_KN).T, expected.astype(np.float64))
+    channels = to_channels(weight)
+    assert np.array_equal(channels.scale.numpy(), largest)
+    assert np.array_equal(to_float64(channels.weight).T, expected.astype(np.float64))
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(SIZES, SIZES, BLOCKS, SEEDS)
 def test_blocks_with_the_largest_scale_keep_their_bytes(
-    rows: int, columns: int, block: tuple[int, int], seed: int
+    rows: int, columns: int, block_size: tuple[int, int], seed: int
 ) -> None:
-    weight = encode(random_weight(rows, columns, seed), block)
+    weight = encode(random_weight(rows, columns, seed), block_size)
     channels = to_channels(weight)
-    found, source = channels.weight_KN.view(torch.uint8).T, weight.weight.view(torch.uint8)
-    kept = spread(weight.scale, (rows, columns), block) == channels.scale_N[:, None]
+    repacked, source = channels.weight.view(torch.uint8).T, weight.weight.view(torch.uint8)
+    kept = expand_scale(weight.scale, (rows, columns), block_size) == channels.scale[:, None]
     assert kept.any(dim=1).all()
-    assert torch.equal(found[kept], source[kept])
+    assert torch.equal(repacked[kept], source[kept])
 
 
 def test_repacking_adds_three_percent_of_rms_at_most() -> None:
@@ -195,8 +196,8 @@ def test_wide_rows_are_scaled_to_their_own_peak(rows: int, columns: int, seed: i
     weight = random_weight(rows, columns, seed)
     for source in (weight, weight.bfloat16()):
         channels = channels_from_wide(source)
-        assert channels.weight_KN.dtype == E4M3 and channels.scale_N.shape == (rows,)
+        assert channels.weight.dtype == E4M3 and channels.scale.shape == (rows,)
         peaks = source.float().abs().amax(dim=1)
         error = (channels.decode() - source.float()).abs().amax(dim=1)
         assert (error <= peaks * HALF_STEP * (1 + 1e-5)).all()
-        assert (channels.weight_KN.float().abs().amax(dim=0)[peaks > 0] == 448).all()
+        assert (channels.weight.float().abs().amax(dim=0)[peaks > 0] == 448).all()

@@ -71,18 +71,18 @@ def put(name: str, at: int | tuple[int, int], value: float) -> Callable[[dict[st
     return edit
 
 
-def test_what_is_written_is_read_back(folder: Path) -> None:
+def test_a_written_checkpoint_is_read_back(folder: Path) -> None:
     state, checkpoint = random_state(CONFIG), Checkpoint.open(folder)
     assert checkpoint.unknown == ()
     reference = checkpoint.reference().state_dict()
     assert {name: tuple(t.shape) for name, t in reference.items()} == EXPECTED
-    for name, found in reference.items():
+    for name, tensor in reference.items():
         expected = state[name].bfloat16().float()
         if is_linear(name):
             expected = decode(encode(state[name], (128, 128)))
         elif name == BIAS:
             expected = state[name]
-        assert found.dtype == torch.float32 and torch.equal(found, expected), name
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, expected), name
 
 
 def test_stored_types_are_the_formats(folder: Path) -> None:
@@ -124,9 +124,9 @@ def test_weight_and_scale_may_lie_in_different_shards(folder: Path) -> None:
     """Case 10."""
     before = Checkpoint.open(folder).wide(Q_A)
     shards = read_index(folder)
-    own = load_file(folder / shards[Q_A])
-    save_file({Q_A + SCALE_SUFFIX: own.pop(Q_A + SCALE_SUFFIX)}, folder / "scale.safetensors")
-    save_file(own, folder / shards[Q_A])
+    tensors = load_file(folder / shards[Q_A])
+    save_file({Q_A + SCALE_SUFFIX: tensors.pop(Q_A + SCALE_SUFFIX)}, folder / "scale.safetensors")
+    save_file(tensors, folder / shards[Q_A])
     write_index(folder, shards | {Q_A + SCALE_SUFFIX: "scale.safetensors"})
     assert torch.equal(Checkpoint.open(folder).wide(Q_A), before)
 
@@ -176,50 +176,53 @@ FP8_ROW = torch.ones(160).to(torch.float8_e4m3fn)
 FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "a transposed weight": (
         lambda tensors: tensors.update({Q_A: tensors[Q_A].T.contiguous()}),
-        rf"{Q_A}: shape \(136, 160\) expected from config.json .*, found \(160, 136\) in .*model",
+        rf"{Q_A}: expected shape \(136, 160\) from config.json .*, got \(160, 136\) in .*model",
     ),
     "a grid of another block size": (
         set_to(Q_A + SCALE_SUFFIX, torch.ones(3, 2)),
-        rf"{Q_A}{SCALE_SUFFIX}: shape \(2, 2\) expected from config.json \(fp32 or "
-        r"float8_e8m0fnu, the scale grid of \(136, 160\) with weight_block_size 128×128\), found "
+        rf"{Q_A}{SCALE_SUFFIX}: expected shape \(2, 2\) from config.json \(fp32 or "
+        r"float8_e8m0fnu, the scale grid of \(136, 160\) with weight_block_size 128×128\), got "
         r"\(3, 2\) in .*model.safetensors",
     ),
     "scales in bf16": (
         set_to(Q_A + SCALE_SUFFIX, torch.ones(2, 2, dtype=torch.bfloat16)),
-        rf"{Q_A}{SCALE_SUFFIX}: fp32 .* found torch.bfloat16 in ",
+        rf"{Q_A}{SCALE_SUFFIX}: expected fp32 .* got torch.bfloat16 in ",
     ),
     "a weight of integers": (
         set_to(Q_A, torch.ones(136, 160, dtype=torch.int8)),
-        f"{Q_A}: bf16, fp16, fp32 or float8_e4m3fn expected, found torch.int8",
+        f"{Q_A}: expected bf16, fp16, fp32 or float8_e4m3fn, got torch.int8",
     ),
     "a weight in the other FP8": (
         set_to(Q_A, torch.ones(136, 160).to(torch.float8_e5m2)),
-        f"{Q_A}: bf16, fp16, fp32 or float8_e4m3fn expected, found torch.float8_e5m2",
+        f"{Q_A}: expected bf16, fp16, fp32 or float8_e4m3fn, got torch.float8_e5m2",
     ),
     "a norm in FP8": (
         set_to(NORM, FP8_ROW),
-        f"{NORM}: FP8 found in .*model.safetensors, 16 or 32 bits expected for this tensor",
+        f"{NORM}: expected 16 or 32 bits, since it is no linear layer, got FP8 in .*model.safe",
     ),
     "a bf16 weight with a scale grid": (
         set_to(Q_A, torch.ones(136, 160, dtype=torch.bfloat16)),
-        f"{Q_A}: torch.bfloat16 found beside {Q_A}{SCALE_SUFFIX}",
+        f"{Q_A}: expected float8_e4m3fn, since {Q_A}{SCALE_SUFFIX} is its .*, got torch.bfloat16",
     ),
     "NaN in the bias": (
         put(BIAS, 5, math.nan),
-        rf"{BIAS}: NaN or infinity at index \(5,\) in .*model\.safe",
+        rf"{BIAS}: expected .*, got NaN or infinity at index \(5,\) in .*model\.safe",
     ),
-    "infinity in a norm": (put(NORM, 9, math.inf), rf"{NORM}: NaN or infinity at index \(9,\)"),
+    "infinity in a norm": (
+        put(NORM, 9, math.inf),
+        rf"{NORM}: expected .*, got NaN or infinity at index \(9,\)",
+    ),
     "infinity in a bf16 weight": (
         put("lm_head.weight", (7, 3), -math.inf),
-        r"lm_head.weight: NaN or infinity at index \(7, 3\) in .*model\.safetensors",
+        r"lm_head.weight: expected .*, got NaN or infinity at index \(7, 3\) in .*model\.s",
     ),
     "NaN in an FP8 weight": (
         put(Q_A, (130, 2), math.nan),
-        rf"{Q_A}: NaN or infinity at index \(130, 2\) in .*model\.safetensors",
+        rf"{Q_A}: expected .*, got NaN or infinity at index \(130, 2\) in .*model\.s",
     ),
     "infinity in a scale": (
         put(Q_A + SCALE_SUFFIX, (1, 0), math.inf),
-        rf"{Q_A}{SCALE_SUFFIX}: NaN or infinity at index \(1, 0\) in .*model\.safetensors",
+        rf"{Q_A}{SCALE_SUFFIX}: expected .*, got NaN or infinity at index \(1, 0\) in .*model\.s",
     ),
 }
 
@@ -241,7 +244,10 @@ def test_a_negative_nan_byte_is_refused(folder: Path) -> None:
         tensors[Q_A].view(torch.uint8)[0, 1] = 0xFF
 
     change(folder, edit)
-    with pytest.raises(CheckpointError, match=rf"{Q_A}: NaN or infinity at index \(0, 1\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{Q_A}: expected .*, got NaN or infinity at index \(0, 1\)",
+    ):
         Checkpoint.open(folder).weight(Q_A)
 
 
@@ -249,7 +255,7 @@ def test_fp8_without_a_quantization_config_is_refused(folder: Path) -> None:
     raw = {k: v for k, v in RAW.items() if k != "quantization_config"}
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     with pytest.raises(
-        CheckpointError, match=r"weight: FP8 in .*, but config.json has no quantization_config"
+        CheckpointError, match=r"weight: .* since config.json has no quantization_config .* got FP8"
     ):
         Checkpoint.open(folder).reference()
 
@@ -261,12 +267,12 @@ def test_a_truncated_shard_is_named(folder: Path) -> None:
         Checkpoint.open(folder).reference()
 
 
-def test_a_tensor_that_its_shard_lacks_is_named(folder: Path) -> None:
+def test_a_tensor_missing_from_its_shard_is_named(folder: Path) -> None:
     shards = read_index(folder)
     other = next(shard for shard in shards.values() if shard != shards[Q_A])
     write_index(folder, shards | {Q_A: other})
     with pytest.raises(
-        CheckpointError, match=f"{other}: no tensor {Q_A}, which {INDEX} says is in there"
+        CheckpointError, match=f"{other}: tensor {Q_A} is missing, though {INDEX} places it there"
     ):
         Checkpoint.open(folder).reference()
 
@@ -276,21 +282,23 @@ def test_a_shard_that_is_not_in_the_folder_is_refused(folder: Path, shard: str) 
     outside = folder.parent / "elsewhere.safetensors"
     outside.write_bytes((folder / read_index(folder)[Q_A]).read_bytes())
     write_index(folder, read_index(folder) | {Q_A: shard})
-    with pytest.raises(CheckpointError, match=f"the index names shard '{shard}', not in there"):
+    with pytest.raises(
+        CheckpointError, match=f"names shard '{shard}', which is not in this folder"
+    ):
         Checkpoint.open(folder)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": []}'])
 def test_a_damaged_index_is_named(folder: Path, text: str) -> None:
     (folder / INDEX).write_text(text, encoding="utf-8")
-    with pytest.raises(CheckpointError, match=f"{INDEX}: a JSON object with 'weight_map'"):
+    with pytest.raises(CheckpointError, match=f"{INDEX}: expected a JSON object with 'weight_map'"):
         Checkpoint.open(folder)
 
 
 def test_several_shards_without_an_index_are_refused(folder: Path) -> None:
     (folder / INDEX).unlink()
     with pytest.raises(
-        CheckpointError, match=f"{INDEX} or one .safetensors file expected, found 2"
+        CheckpointError, match=f"expected {INDEX} or one .safetensors file, got 2 files"
     ):
         Checkpoint.open(folder)
 
@@ -298,9 +306,15 @@ def test_several_shards_without_an_index_are_refused(folder: Path) -> None:
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     state, target = random_state(CONFIG), tmp_path / "new"
     wrong = [
-        ({k: v for k, v in state.items() if k != Q_A}, rf"{Q_A}: .* \(136, 160\), found None"),
-        (state | {"model.extra": torch.ones(2)}, r"model.extra: .* None, found \(2,\)"),
-        (state | {Q_A: state[Q_A].T}, rf"{Q_A}: .* \(136, 160\), found \(160, 136\)"),
+        (
+            {k: v for k, v in state.items() if k != Q_A},
+            rf"{Q_A}: expected shape \(136, 160\) .*, got None",
+        ),
+        (
+            state | {"model.extra": torch.ones(2)},
+            r"model.extra: expected shape None .*, got \(2,\)",
+        ),
+        (state | {Q_A: state[Q_A].T}, rf"{Q_A}: expected shape \(136, 160\) .*, got \(160, 136\)"),
     ]
     for content, message in wrong:
         with pytest.raises(CheckpointError, match=message):
@@ -315,6 +329,9 @@ def test_a_state_that_is_not_finite_is_not_written(tmp_path: Path, name: str) ->
     """Case 16."""
     state, target = random_state(CONFIG), tmp_path / "new"
     state[name].view(-1)[3] = math.inf
-    with pytest.raises(CheckpointError, match=rf"{name}: NaN or infinity at index \((0, )?3,?\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{name}: expected .*, got NaN or infinity at index \((0, )?3,?\)",
+    ):
         write_checkpoint(target, RAW, state)
     assert not target.exists()

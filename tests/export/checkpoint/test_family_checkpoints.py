@@ -1,4 +1,4 @@
-"""What the relatives' checkpoints have that Kimi K2's has not: INT4 experts, scales in e8m0, a
+"""Features of the relatives' checkpoints that Kimi K2's lacks: INT4 experts, scales in e8m0, a
 vision tower around the text model, layers that are not used, other gates and query projections.
 """
 
@@ -55,16 +55,16 @@ def test_int4_experts_are_decoded_and_all_else_is_bf16(tmp_path: Path) -> None:
     assert f"{EXPERT}_packed" in checkpoint.stored and EXPERT not in checkpoint.stored
     reference = checkpoint.reference().state_dict()
     assert {n: tuple(t.shape) for n, t in reference.items()} == expected_tensors(config)
-    for name, found in reference.items():
+    for name, tensor in reference.items():
         expected = state[name].bfloat16().float()
         if ".mlp.experts." in name:
             expected = decode_int4(encode_int4(state[name], 32))
         elif name.endswith("bias"):
             expected = state[name]
-        assert torch.equal(found, expected), name
+        assert torch.equal(tensor, expected), name
 
 
-def test_the_text_model_of_a_multimodal_checkpoint_is_found_below_its_prefix(
+def test_the_text_model_of_a_multimodal_checkpoint_is_read_below_its_prefix(
     tmp_path: Path,
 ) -> None:
     text = small(quantization_config=INT4)
@@ -75,8 +75,8 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_found_below_its_prefix(
     nested, plain = Checkpoint.open(folder), Checkpoint.open(make(tmp_path / "plain", text))
     assert nested.config == plain.config
     assert nested.ignored == {"the vision tower and its projector": 2} and nested.unknown == ()
-    ours, theirs = (c.reference().state_dict() for c in (nested, plain))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    nested_state, plain_state = (c.reference().state_dict() for c in (nested, plain))
+    assert all(torch.equal(nested_state[name], plain_state[name]) for name in plain_state)
     lone = make(tmp_path / "lone", text, lambda tensors: tensors.update(vision))
     assert Checkpoint.open(lone).unknown == tuple(sorted(vision))
 
@@ -131,8 +131,8 @@ def test_block_fp8_is_decoded_as_transformers_does_on_whole_blocks(tmp_path: Pat
     for name in (EXPERT, "model.layers.0.mlp.down_proj.weight"):
         weight = checkpoint.weight(name)
         assert isinstance(weight, BlockFP8) and weight.scale.shape[0] == 2
-        theirs = Fp8Dequantize(None)._dequantize_one(weight.weight, weight.scale, torch.float32)
-        assert torch.equal(checkpoint.wide(name), theirs)
+        expected = Fp8Dequantize(None)._dequantize_one(weight.weight, weight.scale, torch.float32)
+        assert torch.equal(checkpoint.wide(name), expected)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def pack_o_proj(tensors: dict[str, Tensor]) -> None:
 
 
 def pack_expert(tensors: dict[str, Tensor]) -> None:
-    """As INT4, where the config says block FP8."""
+    """Store an expert as INT4, though the config says block FP8."""
     tensors[f"{EXPERT}_packed"] = encode_int4(tensors.pop(EXPERT).float(), 32).packed
 
 
@@ -180,39 +180,39 @@ INT4_FAULTS: dict[str, tuple[Edit, str]] = {
     "nothing": (drop(f"{EXPERT}_packed"), rf"tensor {EXPERT} is missing \(1 missing in all\)"),
     "packed along the wrong axis": (
         set_to(f"{EXPERT}_packed", torch.zeros(20, 72, dtype=torch.int32)),
-        rf"{EXPERT}_packed: shape \(160, 9\) expected .* in groups of 32\), found \(20, 72\) in ",
+        rf"{EXPERT}_packed: expected shape \(160, 9\) .* in groups of 32\), got \(20, 72\) in ",
     ),
     "packed into bytes": (
         set_to(f"{EXPERT}_packed", torch.zeros(160, 9, dtype=torch.uint8)),
-        f"{EXPERT}_packed: int32, .* expected, found torch.uint8 in .*safetensors",
+        f"{EXPERT}_packed: expected int32 for .*, got torch.uint8 in .*safetensors",
     ),
     "groups of another size": (
         set_to(f"{EXPERT}_scale", torch.ones(160, 5, dtype=torch.bfloat16)),
-        rf"{EXPERT}_scale: shape \(160, 3\) expected .*found \(160, 5\)",
+        rf"{EXPERT}_scale: expected shape \(160, 3\) .*, got \(160, 5\)",
     ),
     "scales of integers": (
         set_to(f"{EXPERT}_scale", torch.ones(160, 3, dtype=torch.int32)),
-        f"{EXPERT}_scale: bf16, fp16 or fp32, .* found torch.int32",
+        f"{EXPERT}_scale: expected bf16, fp16 or fp32 for .*, got torch.int32",
     ),
     "NaN in a scale": (
         set_to(f"{EXPERT}_scale", torch.full((160, 3), torch.nan)),
-        rf"{EXPERT}_scale: NaN or infinity at index \(0, 0\)",
+        rf"{EXPERT}_scale: expected .*, got NaN or infinity at index \(0, 0\)",
     ),
     "a shape that is not the config's": (
         set_to(f"{EXPERT}_shape", torch.tensor([160, 71])),
-        rf"{EXPERT}_shape: \(160, 72\) expected from config.json, found \(160, 71\) in .*",
+        rf"{EXPERT}_shape: expected \(160, 72\) from config.json, got \(160, 71\) in .*",
     ),
     "both forms": (
         set_to(EXPERT, torch.zeros(160, 72, dtype=torch.bfloat16)),
-        f"{EXPERT}: found beside {EXPERT}_packed; one form is expected",
+        f"{EXPERT}: expected one stored form, got {EXPERT} and {EXPERT}_packed",
     ),
     "INT4 attention": (
         pack_o_proj,
-        f"{O_PROJ}_packed: INT4 found in .*, 16 or 32 bits expected for this tensor",
+        f"{O_PROJ}: expected 16 or 32 bits, since it is no routed expert, got INT4 in ",
     ),
     "FP8 beside INT4": (
         set_to(O_PROJ, FP8_WEIGHT),
-        f"{O_PROJ}: FP8 in .*, but config.json has no quantization_config with quant_method 'fp8'",
+        f"{O_PROJ}: .* no quantization_config with quant_method 'fp8', got FP8 in ",
     ),
 }
 
@@ -233,19 +233,21 @@ def byte_scales(code: int) -> Edit:
 
 
 FP8_FAULTS: dict[str, tuple[Edit, str]] = {
-    "NaN as e8m0": (byte_scales(255), rf"{Q_A}_scale_inv: NaN or infinity at index \(1, 0\)"),
+    "NaN as e8m0": (
+        byte_scales(255),
+        rf"{Q_A}_scale_inv: expected .*, got NaN or infinity at index \(1, 0\)",
+    ),
     "a scale below 0": (
         set_to(f"{Q_A}_scale_inv", torch.tensor([[1.0, 1.0], [1.0, -0.5]])),
-        rf"{Q_A}_scale_inv: -0.5 found at index \(1, 1\) in .*; a scale is at least 0",
+        rf"{Q_A}_scale_inv: expected scales of at least 0, got -0.5 at index \(1, 1\) in ",
     ),
     "INT4 beside FP8": (
         pack_expert,
-        rf"{EXPERT}_packed: INT4 in .*, but config.json has no quantization_config with "
-        "quant_method 'compressed-tensors'",
+        f"{EXPERT}: .* no quantization_config with quant_method 'compressed-tensors', got INT4",
     ),
     "a type of no weight": (
         set_to("extra", torch.zeros(2, dtype=torch.complex64)),
-        "tensor extra: type C64 found, known: ",
+        "tensor extra: expected a type among .*, got C64",
     ),
 }
 

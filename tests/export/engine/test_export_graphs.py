@@ -35,7 +35,7 @@ MEMORY_BAR = 1_500_000_000  # bytes; the fp8 weights of K2's graphs alone are 1.
 
 # Exports the tiny graphs again (all in fp8, one in fp32), and K2's; prints the most memory it had
 # resident, in kB.
-ANOTHER_PROCESS = """
+EXPORT_SCRIPT = """
 import json, sys
 from pathlib import Path
 from export.engine.to_onnx import export_graph, export_graphs
@@ -51,31 +51,33 @@ print(status.split("VmHWM:")[1].split()[0])
 
 
 @dataclass(frozen=True)
-class Another:
-    """A process that exports into a folder of its own."""
+class ExportProcess:
+    """A process that exports into a separate folder."""
 
     process: subprocess.Popen[str]
     folder: Path
 
 
 @pytest.fixture(scope="module")
-def another(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Another]:
-    """Started before this process exports, so that both go on at the same time."""
+def export_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExportProcess]:
+    """Started before this process exports, so that both run at the same time."""
     folder = tmp_path_factory.mktemp("elsewhere")
     with subprocess.Popen(
-        [sys.executable, "-c", ANOTHER_PROCESS, str(folder), json.dumps(RAW)],
+        [sys.executable, "-c", EXPORT_SCRIPT, str(folder), json.dumps(RAW)],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        yield Another(process, folder)
+        yield ExportProcess(process, folder)
         process.kill()
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory: pytest.TempPathFactory, another: Another) -> dict[Precision, Path]:
+def builds(
+    tmp_path_factory: pytest.TempPathFactory, export_process: ExportProcess
+) -> dict[Precision, Path]:
     folder = tmp_path_factory.mktemp("here")
     for precision in PRECISIONS:
         export_graphs(RAW, precision, folder / precision)
@@ -83,18 +85,18 @@ def builds(tmp_path_factory: pytest.TempPathFactory, another: Another) -> dict[P
 
 
 @pytest.fixture(scope="module")
-def elsewhere(another: Another) -> tuple[Path, int]:
-    """What the other process exported, and its peak of resident bytes."""
-    output, errors = another.process.communicate()
-    assert another.process.returncode == 0, errors[-2000:]
-    return another.folder, 1024 * int(output.split()[-1])
+def elsewhere(export_process: ExportProcess) -> tuple[Path, int]:
+    """The other process's export folder, and its peak of resident bytes."""
+    output, errors = export_process.process.communicate()
+    assert export_process.process.returncode == 0, errors[-2000:]
+    return export_process.folder, 1024 * int(output.split()[-1])
 
 
 def load(builds: dict[Precision, Path], precision: Precision, graph: GraphName) -> Any:
     return onnx.load(builds[precision] / "onnx" / f"{graph}.onnx")
 
 
-def content_of(folder: Path) -> dict[str, bytes]:
+def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
@@ -119,7 +121,7 @@ def test_weights_are_inputs_and_no_initialiser_is_one(
 ) -> None:
     model = load(builds, precision, graph)
     with FakeTensorMode():
-        module = RECIPES[graph].module(CONFIG, LinearForm.of(precision))
+        module = RECIPES[graph].module(CONFIG, LinearForm.from_precision(precision))
         parameters = {name: tuple(p.shape) for name, p in module.named_parameters()}
     weights = {t.name: t.dims for t in BuildSpec.load(builds[precision]).graphs[graph].weights}
     assert weights == parameters
@@ -149,9 +151,9 @@ def test_weights_are_stored_as_the_engines_read_them(builds: dict[Precision, Pat
     }
     for precision, tensors in expected.items():
         weights = BuildSpec.load(builds[precision]).graphs["moe"].weights
-        found = {t.name: (t.dtype, t.dims) for t in weights}
-        assert {name: found[name] for name in tensors} == tensors
-        assert len(found) == (18 if precision == "fp8" else 13)
+        stored = {t.name: (t.dtype, t.dims) for t in weights}
+        assert {name: stored[name] for name in tensors} == tensors
+        assert len(stored) == (18 if precision == "fp8" else 13)
 
 
 def block_inputs(precision: Precision) -> list[TensorSpec]:
@@ -166,7 +168,7 @@ def block_inputs(precision: Precision) -> list[TensorSpec]:
 
 
 @BOTH
-def test_inputs_and_outputs_are_the_designs(
+def test_inputs_and_outputs_are_as_designed(
     builds: dict[Precision, Path], precision: Precision
 ) -> None:
     act = "float" if precision == "fp32" else "bfloat16"
@@ -216,7 +218,7 @@ def test_the_spec_says_what_the_graph_says(
         (model.graph.input, spec.graphs[graph].inputs),
         (model.graph.output, spec.graphs[graph].outputs),
     ):
-        found = [
+        declared = [
             (
                 v.name,
                 TensorProto.DataType.Name(v.type.tensor_type.elem_type).lower(),
@@ -224,10 +226,10 @@ def test_the_spec_says_what_the_graph_says(
             )
             for v in values
         ]
-        assert [(t.name, t.dtype, t.dims) for t in tensors] == found
+        assert [(t.name, t.dtype, t.dims) for t in tensors] == declared
 
 
-# Custom nodes of a graph: op -> how many, in fp32 and what fp8 adds.
+# Custom nodes of a graph: op → how many in fp32, and how many FP8Linear fp8 adds.
 OPS: dict[GraphName, tuple[dict[str, int], int]] = {
     "dense": ({"RoPE": 2, "LatentAttention": 1}, 5),
     "moe": ({"RoPE": 2, "LatentAttention": 1, "TopKGate": 1}, 5),
@@ -276,7 +278,7 @@ def test_files_hold_no_path_and_no_stack_trace(
 
 
 def test_an_idle_slot_adds_nothing_whatever_it_computes(builds: dict[Precision, Path]) -> None:
-    """Case 17: one row with gate 0, here behind weights of NaN; the others' rows are summed."""
+    """Case 17: one row with gate 0, here with weights of NaN; the other slots' rows are added."""
     torch.manual_seed(0)
     M, D, F = 5, 160, 72
     experts = [SwiGLU(D, F).requires_grad_(False) for _ in range(2)]
@@ -293,18 +295,18 @@ def test_an_idle_slot_adds_nothing_whatever_it_computes(builds: dict[Precision, 
             expected[rows] += expert(h[rows]) * gates
         inputs |= {f"rows_{slot}": rows, f"gates_{slot}": gates}
         inputs |= {f"slots.{slot}.gate_up.weight": gate_up, f"slots.{slot}.down.weight": down}
-    spec, found = BuildSpec.load(builds["fp32"]), np.zeros((M, D), np.float32)
+    spec, summed = BuildSpec.load(builds["fp32"]), np.zeros((M, D), np.float32)
     session = open_session(spec, spec.onnx_bytes(builds["fp32"], "experts"), 1)
-    run(session, {name: t.numpy() for name, t in inputs.items()}, {"acc_out": found})
-    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=1e-5)
-    assert np.array_equal(found[[2, 4]], acc[[2, 4]].numpy())
+    run(session, {name: t.numpy() for name, t in inputs.items()}, {"acc_out": summed})
+    torch.testing.assert_close(torch.from_numpy(summed), expected, rtol=0, atol=1e-5)
+    assert np.array_equal(summed[[2, 4]], acc[[2, 4]].numpy())
 
 
 def test_two_exports_give_the_same_bytes(
     builds: dict[Precision, Path], elsewhere: tuple[Path, int]
 ) -> None:
-    """In another process, from another folder, with another hash seed."""
-    here, there = content_of(builds["fp8"]), content_of(elsewhere[0] / "fp8")
+    """The other export has another process, folder and hash seed."""
+    here, there = contents(builds["fp8"]), contents(elsewhere[0] / "fp8")
     assert set(here) == {"spec.json", *(f"onnx/{graph}.onnx" for graph in GRAPHS)}
     assert here == there
     fp32 = builds["fp32"] / "onnx" / "moe.onnx"

@@ -1,7 +1,7 @@
 """Kimi K2's relatives: the reference against transformers, and small builds against the reference.
 
-The gates are held against a second, plain implementation as well, since transformers has no
-softmax gate that normalises.
+The gates are also compared with a second, plain implementation, since transformers has no softmax
+gate that normalises.
 """
 
 import functools
@@ -44,12 +44,12 @@ EACH = pytest.mark.parametrize("name", RELATIVES)
 STARTS = (0, 17, 1000, 100_000)
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """max|a−b| / max|b|."""
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def model_of(name: str) -> tuple[dict[str, Any], ReferenceModel]:
+def reference_model(name: str) -> tuple[dict[str, Any], ReferenceModel]:
     raw = relative_config(name, max_position_embeddings=131072)
     config = ModelConfig.from_dict(raw)
     model = ReferenceModel(config)
@@ -60,7 +60,7 @@ def model_of(name: str) -> tuple[dict[str, Any], ReferenceModel]:
 def run_block(
     model: ReferenceModel, block: Block, x_BSD: Tensor, start: int, form: Any, taps: Taps
 ) -> Tensor:
-    """A block on new tokens from this position on, behind nothing."""
+    """A block's output for new tokens at positions start …, with nothing cached."""
     B, S, _ = x_BSD.shape
     tables = model.tables(torch.arange(start, start + S).expand(B, S), x_BSD.dtype)
     cache = LatentRows.empty(model.config, B, x_BSD.dtype, form)
@@ -71,25 +71,33 @@ def run_block(
 @EACH
 def test_every_block_equals_transformers(name: str) -> None:
     """Case 1: from position 17 on a wrong softmax scale would show. Expanded and absorbed."""
-    raw, model = model_of(name)
+    raw, model = reference_model(name)
     for layer in range(model.config.num_hidden_layers):
         block = model.block(layer)
-        theirs = published_layer(raw, layer, block.state_dict())
-        assert theirs.self_attn.scaling == pytest.approx(model.config.softmax_scale, rel=1e-12)
+        published = published_layer(raw, layer, block.state_dict())
+        assert published.self_attn.scaling == pytest.approx(model.config.softmax_scale, rel=1e-12)
         for start in STARTS:
             torch.manual_seed(start)
             x, taps = torch.randn(2, 5, model.config.hidden_size), Taps()
             positions = torch.arange(start, start + 5).expand(2, 5)
-            expected = theirs(
+            expected = published(
                 x,
                 attention_mask=causal_mask(5, 0, x.dtype),
                 position_embeddings=published_tables(raw, x, positions),
             )
-            assert relative(run_block(model, block, x, start, "expanded", taps), expected) <= 2e-6
-            assert relative(run_block(model, block, x, start, "absorbed", Taps()), expected) <= 1e-5
+            assert (
+                relative_error(run_block(model, block, x, start, "expanded", taps), expected)
+                <= 2e-6
+            )
+            assert (
+                relative_error(run_block(model, block, x, start, "absorbed", Taps()), expected)
+                <= 1e-5
+            )
             if "experts" in taps:
-                _, weights, experts = theirs.mlp.gate(taps["h"])
-                same_routing((taps["experts"], taps["expert_weights"]), by_token(experts, weights))
+                _, weights, experts = published.mlp.gate(taps["h"])
+                assert_same_routing(
+                    (taps["experts"], taps["expert_weights"]), by_token(experts, weights)
+                )
 
 
 def by_token(experts_MK: Tensor, weights_MK: Tensor) -> list[dict[int, float]]:
@@ -97,10 +105,10 @@ def by_token(experts_MK: Tensor, weights_MK: Tensor) -> list[dict[int, float]]:
     return [dict(zip(experts, weights, strict=True)) for experts, weights in pairs]
 
 
-def same_routing(found: tuple[Tensor, Tensor], expected: list[dict[int, float]]) -> None:
+def assert_same_routing(actual: tuple[Tensor, Tensor], expected: list[dict[int, float]]) -> None:
     """Experts as sets, and the weight of each."""
-    for ours, theirs in zip(by_token(*found), expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=0)
+    for weights, expected_weights in zip(by_token(*actual), expected, strict=True):
+        assert weights == pytest.approx(expected_weights, rel=1e-5, abs=0)
 
 
 GATES: list[dict[str, Any]] = [
@@ -120,7 +128,7 @@ GATES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", GATES, ids=lambda c: ", ".join(map(str, c.values())))
 def test_gates_follow_their_rules(changes: dict[str, Any]) -> None:
-    """Case 7: the scores are those of the config's own function, and weigh unbiased."""
+    """Case 7: the config's function makes the scores, which are weights without the bias."""
     torch.manual_seed(0)
     changes = dict(changes)
     raw = relative_config(changes.pop("name"), **changes)
@@ -130,7 +138,7 @@ def test_gates_follow_their_rules(changes: dict[str, Any]) -> None:
         gate.e_score_correction_bias.copy_(torch.randn(raw["n_routed_experts"]) / 5)
     h = torch.randn(100, 160)
     expected = gate_by_hand(h, gate.weight, gate.e_score_correction_bias, raw)
-    same_routing(gate(h), expected)
+    assert_same_routing(gate(h), expected)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2"])
@@ -146,7 +154,7 @@ def test_a_masked_group_is_never_chosen_from(name: str) -> None:
     experts, weights = gate(h)
     size = raw["n_routed_experts"] // raw["n_group"]
     assert all(len(set(row)) <= raw["topk_group"] for row in (experts // size).tolist())
-    same_routing(
+    assert_same_routing(
         (experts, weights), gate_by_hand(h, gate.weight, gate.e_score_correction_bias, raw)
     )
 
@@ -167,7 +175,7 @@ SEEDS = {"deepseek-v3": 5}
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, Precision], Path]]:
-    """A relative, built: checkpoint, graphs, weights and goldens, once each."""
+    """Builds a relative once per precision: checkpoint, graphs, weights and goldens."""
 
     @functools.cache
     def build(name: str, precision: Precision) -> Path:
@@ -184,7 +192,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, P
 
 
 class ExportsOnce:
-    """`export_graph`, which takes seconds, but once for graphs that are the same for all."""
+    """`export_graph`, which takes seconds, run once for graphs that several relatives share."""
 
     def __init__(self) -> None:
         self.made: dict[Any, ModelProto] = {}
@@ -225,20 +233,20 @@ def test_greedy_tokens_equal_transformers(
     """24 tokens behind a prompt of 9, in fp32, from packed weights through the graphs."""
     build = built(name, "fp32")
     checkpoint = Checkpoint.open(build.parent / "checkpoint")
-    theirs = published_model(checkpoint.raw_config, checkpoint.reference().state_dict())
+    published = published_model(checkpoint.raw_config, checkpoint.reference().state_dict())
     torch.manual_seed(0)
     prompt = torch.randint(0, 256, (1, 9))
     ids = prompt
     for _ in range(24):
-        ids = torch.cat([ids, theirs(ids).logits[:, -1:].argmax(-1)], dim=1)
+        ids = torch.cat([ids, published(ids).logits[:, -1:].argmax(-1)], dim=1)
     scheduler = Scheduler(load_chain(build, threads=1), token_budget=4)
     ticket = scheduler.submit(Request(tuple(prompt[0].tolist()), 24))
-    found = list(scheduler.run()[ticket].tokens)
-    assert found == ids[0, 9:].tolist() and len(set(found)) > 4
+    tokens = list(scheduler.run()[ticket].tokens)
+    assert tokens == ids[0, 9:].tolist() and len(set(tokens)) > 4
 
 
 @EACH
-def test_the_graphs_read_what_the_relatives_have(
+def test_the_graphs_read_the_relatives_weights(
     built: Callable[[str, Precision], Path], name: str
 ) -> None:
     spec = BuildSpec.load(built(name, "fp32"))

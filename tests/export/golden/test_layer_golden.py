@@ -1,4 +1,4 @@
-"""Layers alone: as they are in the whole model, with goldens that pass and that fail a fault."""
+"""Single layers: equal to those of the whole model, with goldens that pass, and fail on a fault."""
 
 import json
 import shutil
@@ -58,9 +58,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def builds(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Builds with goldens of layers only. Tests do not change them."""
-    made = {}
+def builds(
+    checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Precision, Path]:
+    """Builds with goldens of single layers. Tests do not change them."""
+    made: dict[Precision, Path] = {}
     precisions: tuple[Precision, ...] = ("fp32", "fp8")
     for precision in precisions:
         made[precision] = tmp_path_factory.mktemp("builds") / precision
@@ -71,7 +73,7 @@ def builds(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(params=["fp32", "fp8"])
-def build(request: pytest.FixtureRequest, builds: dict[str, Path]) -> Path:
+def build(request: pytest.FixtureRequest, builds: dict[Precision, Path]) -> Path:
     return builds[request.param]
 
 
@@ -124,12 +126,12 @@ def test_the_reference_reads_the_chosen_experts_only(
     folder = Path(shutil.copytree(checkpoint.folder, tmp_path / "poisoned"))
 
     for name, stored in checkpoint.stored.items():
-        own = any(f".experts.{expert}." in name for expert in chosen)
-        if is_routed(name) and name.endswith("weight") and not own:
+        spared = any(f".experts.{expert}." in name for expert in chosen)
+        if is_routed(name) and name.endswith("weight") and not spared:
             edit(folder / stored.shard.name, name, poison)
     poisoned = Checkpoint.open(folder)
-    found = run_block(rounded_block(poisoned, MOE, "fp8"), checkpoint.config, 1)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    taps = run_block(rounded_block(poisoned, MOE, "fp8"), checkpoint.config, 1)
+    assert all(torch.equal(taps[name], expected[name]) for name in expected)
     with pytest.raises(CheckpointError, match=r"mlp\.experts\..*NaN"):
         rounded_reference(poisoned, "fp8")
 
@@ -180,7 +182,7 @@ def first_used(build: Path) -> int:
 
 @pytest.fixture
 def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weight files are loaded without a look at their checksums, as large ones are."""
+    """Weight files are loaded without checking their checksums, as large ones are."""
     monkeypatch.setattr("runtime.devices.weights.VERIFIED_BELOW", 0)
 
 
@@ -190,7 +192,7 @@ def test_one_changed_byte_of_an_expert_fails(build: Path, tmp_path: Path) -> Non
     expert = first_used(build)
 
     def flip_sign(octets: Array) -> None:
-        """Of the largest weight."""
+        """Flip the sign of the largest weight."""
         if BuildSpec.load(copy).precision == "fp8":
             octets[np.argmax(octets & 0x7F)] ^= 0x80
         else:
@@ -230,8 +232,8 @@ def test_a_step_touches_the_chosen_experts_only(build: Path, tmp_path: Path) -> 
             edit(file, name, poison)
             poisoned.add(int(name.split(".")[1]))
     assert poisoned | chosen == set(range(16)) and poisoned
-    found, _ = decode(copy)
-    assert np.array_equal(found, expected) and np.isfinite(found).all()
+    y, _ = decode(copy)
+    assert np.array_equal(y, expected) and np.isfinite(y).all()
     edit(file, f"experts.{min(chosen)}.down.weight", poison)
     assert not np.array_equal(decode(copy)[0], expected)
 
@@ -246,7 +248,7 @@ def export(*arguments: str | Path) -> list[Path]:
     return files
 
 
-def test_the_command_line_writes_a_checkpoint_of_the_size_asked_for(tmp_path: Path) -> None:
+def test_the_command_line_writes_a_checkpoint_of_the_given_size(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(RAW), encoding="utf-8")
     sizes = ("--layers", "3", "--dense", "0", "--vocab", "128", "--seed", "3")
@@ -260,7 +262,7 @@ def test_the_command_line_writes_goldens_of_layers_only(
     checkpoint: Checkpoint, build: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "golden").mkdir()
-    (tmp_path / "golden" / "end_to_end.safetensors").touch()  # of an earlier version
+    (tmp_path / "golden" / "end_to_end.safetensors").touch()  # from an earlier version
     shutil.copy(build / "spec.json", tmp_path)
     arguments = ("--checkpoint", checkpoint.folder, "--out", tmp_path, "--blocks-only")
     goldens = export("golden", *arguments)

@@ -44,18 +44,18 @@ def empty_cache(form: str, batch: int, dtype: torch.dtype = torch.float32) -> La
     return LatentRows.empty(CONFIG, batch, dtype, "absorbed" if form == "absorbed" else "expanded")
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """max|a−b| / max|b|."""
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def published_layer(model: ReferenceModel, layer: int) -> Any:
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as published
 
-    theirs = published.DeepseekV3DecoderLayer(transformers_config(RAW), layer)
+    block = published.DeepseekV3DecoderLayer(transformers_config(RAW), layer)
     state = deepseek_state(model.block(layer).state_dict(), CONFIG.n_routed_experts)
-    theirs.load_state_dict(state)
-    return theirs.requires_grad_(False).eval()
+    block.load_state_dict(state)
+    return block.requires_grad_(False).eval()
 
 
 def published_tables(x: Tensor, positions: Tensor) -> Any:
@@ -99,26 +99,26 @@ def test_the_moe_block_equals_transformers(model: ReferenceModel, start: int) ->
     torch.manual_seed(start)
     x, positions = torch.randn(2, 5, D), torch.arange(start, start + 5).expand(2, 5)
     mask, taps = causal_mask(5, 0, x.dtype), Taps()
-    theirs = published_layer(model, 1)
-    expected = theirs(x, attention_mask=mask, position_embeddings=published_tables(x, positions))
+    published = published_layer(model, 1)
+    expected = published(x, attention_mask=mask, position_embeddings=published_tables(x, positions))
     tables = model.tables(positions, x.dtype)
-    found = model.block(1)(x, *tables, mask, empty_cache("expanded", 2), taps)
-    assert relative(found, expected) <= 1e-6
+    y = model.block(1)(x, *tables, mask, empty_cache("expanded", 2), taps)
+    assert relative_error(y, expected) <= 1e-6
     assert_same_routing(
-        (taps["experts"], taps["expert_weights"]), routing(theirs.mlp.gate, taps["h"])
+        (taps["experts"], taps["expert_weights"]), routing(published.mlp.gate, taps["h"])
     )
 
 
-def routing(theirs: Any, h: Tensor) -> tuple[Tensor, Tensor]:
-    """transformers' experts [M,K] and weights [M,K]."""
-    _, weights, experts = theirs(h)
+def routing(published_gate: Any, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Experts [M,K] and weights [M,K] by transformers."""
+    _, weights, experts = published_gate(h)
     return experts, weights
 
 
-def assert_same_routing(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+def assert_same_routing(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
     """Experts as sets, and the weight of each, bit for bit."""
     for (experts_a, weights_a), (experts_b, weights_b) in zip(
-        zip(*found, strict=True), zip(*expected, strict=True), strict=True
+        zip(*actual, strict=True), zip(*expected, strict=True), strict=True
     ):
         a = dict(zip(experts_a.tolist(), weights_a.tolist(), strict=True))
         b = dict(zip(experts_b.tolist(), weights_b.tolist(), strict=True))
@@ -131,7 +131,7 @@ def test_the_whole_model_equals_transformers(tmp_path: Path) -> None:
     ids = torch.randint(0, 258, (2, 12))
     with torch.no_grad():
         expected = transformers_model(checkpoint)(ids).logits
-    assert relative(checkpoint.reference()(ids), expected) <= 2e-6
+    assert relative_error(checkpoint.reference()(ids), expected) <= 2e-6
 
 
 def decode(model: ReferenceModel, form: str, ids: Tensor) -> Tensor:
@@ -148,8 +148,8 @@ def test_prefill_then_decode_equals_one_prefill(model: ReferenceModel, form: str
     torch.manual_seed(0)
     ids = torch.randint(0, 258, (2, 8))
     whole = model(ids)
-    assert relative(decode(model, form, ids[:, :5]), whole[:, :5]) <= 1e-5
-    assert relative(decode(model, form, ids), whole) <= 1e-5
+    assert relative_error(decode(model, form, ids[:, :5]), whole[:, :5]) <= 1e-5
+    assert relative_error(decode(model, form, ids), whole) <= 1e-5
 
 
 def test_absorbed_equals_expanded_in_fp64() -> None:
@@ -162,10 +162,10 @@ def test_absorbed_equals_expanded_in_fp64() -> None:
     expanded = double(ids)
     assert expanded.dtype == torch.float64
     for form in FORMS:
-        assert relative(decode(double, form, ids), expanded) <= 1e-12
+        assert relative_error(decode(double, form, ids), expanded) <= 1e-12
 
 
-def test_what_the_latent_cache_holds_is_normed_and_rotated(model: ReferenceModel) -> None:
+def test_latent_cache_rows_are_normed_and_rotated(model: ReferenceModel) -> None:
     """Rows [B,T,C+R], for a second step behind those of the first."""
     torch.manual_seed(0)
     ids, caches, rows = torch.randint(0, 258, (2, 6)), model.empty_caches(2), []
@@ -196,9 +196,9 @@ def test_bf16_runs_and_is_near_fp32(model: ReferenceModel) -> None:
     torch.manual_seed(0)
     ids = torch.randint(0, 258, (2, 8))
     with torch.no_grad():
-        expected, found = wide(ids), narrow(ids)
-    assert found.dtype == torch.bfloat16
-    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+        expected, logits = wide(ids), narrow(ids)
+    assert logits.dtype == torch.bfloat16
+    errors = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert 1e-3 <= errors.median() <= 2e-2  # a token whose rounded routing differs is far off
 
 
@@ -255,7 +255,7 @@ def test_every_step_of_the_dense_block_is_a_tap(
     torch.testing.assert_close(taps["probabilities"].sum(-1), torch.ones(2, 3, new))
 
 
-def test_listening_changes_nothing(model: ReferenceModel) -> None:
+def test_taps_change_nothing(model: ReferenceModel) -> None:
     torch.manual_seed(0)
     ids, taps = torch.randint(0, 258, (2, 6)), [Taps() for _ in range(3)]
     assert torch.equal(model(ids, taps=taps), model(ids))
@@ -263,52 +263,49 @@ def test_listening_changes_nothing(model: ReferenceModel) -> None:
     assert {"gate_logits", "gate_scores", "experts", "expert_weights"} <= taps[1].keys()
 
 
-def gate(**changes: Any) -> tuple[Gate, Any]:
-    """Ours and transformers', with the same random weights and no bias."""
+def gates(bias: Tensor, **changes: Any) -> tuple[Gate, Any]:
+    """The reference's gate and transformers', with the same random weights and this bias."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as published
 
     raw = tiny_config(**changes)
-    ours = Gate(ModelConfig.from_dict(raw)).requires_grad_(False)
-    ours.weight.copy_(torch.randn(ours.weight.shape) / D**0.5)
-    theirs = published.DeepseekV3TopkRouter(transformers_config(raw)).requires_grad_(False)
-    theirs.load_state_dict(ours.state_dict())
-    return ours, theirs
+    gate = Gate(ModelConfig.from_dict(raw)).requires_grad_(False)
+    weight = torch.randn(gate.weight.shape) / D**0.5
+    gate.load_state_dict({"weight": weight, "e_score_correction_bias": bias})
+    router = published.DeepseekV3TopkRouter(transformers_config(raw)).requires_grad_(False)
+    router.load_state_dict(gate.state_dict())
+    return gate, router
 
 
 @pytest.mark.parametrize("changes", [{}, {"norm_topk_prob": False}, {"n_group": 2}])
 def test_the_gate_equals_transformers(changes: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    ours, theirs = gate(**changes)
-    for module in (ours, theirs):
-        module.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, 8))
+    gate, published = gates(torch.linspace(-0.3, 0.3, 8), **changes)
     h = torch.randn(50, D)
-    assert_same_routing(ours(h), routing(theirs, h))
+    assert_same_routing(gate(h), routing(published, h))
 
 
 def test_a_masked_group_loses_to_negative_scores() -> None:
     """Case 5: bias −2 puts every score for choosing below 0."""
     torch.manual_seed(0)
-    ours, theirs = gate(n_group=4, topk_group=2)
-    for module in (ours, theirs):
-        module.e_score_correction_bias.fill_(-2)
+    gate, published = gates(torch.full((8,), -2.0), n_group=4, topk_group=2)
     h = torch.randn(200, D)
-    experts, weights = ours(h)
-    scores = (h @ ours.weight.T).sigmoid().view(200, 4, 2)
+    experts, weights = gate(h)
+    scores = (h @ gate.weight.T).sigmoid().view(200, 4, 2)
     best = scores.sum(-1).topk(2).indices
     assert (experts[..., None] // 2 == best[:, None]).any(-1).all()
-    assert_same_routing((experts, weights), routing(theirs, h))
+    assert_same_routing((experts, weights), routing(published, h))
 
 
 def test_a_large_bias_does_not_erase_small_scores() -> None:
     """Case 6: (score + bias) − bias would be 0; sigmoid(−18) is 1.52e-8."""
     torch.manual_seed(0)
-    ours, _ = gate(norm_topk_prob=False)
-    ours.weight.fill_(-18 / D)
-    ours.weight[:3] *= torch.tensor([[1.0], [1.01], [1.02]])
-    ours.e_score_correction_bias.copy_(torch.tensor([12.0] * 3 + [-12.0] * 5))
-    experts, weights = ours(torch.ones(1, D))
+    gate, _ = gates(torch.tensor([12.0] * 3 + [-12.0] * 5), norm_topk_prob=False)
+    gate.weight.fill_(-18 / D)
+    gate.weight[:3] *= torch.tensor([[1.0], [1.01], [1.02]])
+    experts, weights = gate(torch.ones(1, D))
     assert set(experts[0].tolist()) == {0, 1, 2}
     logits = torch.tensor([-18.0, -18.18, -18.36])
     expected = logits.double().sigmoid() * 2.827
-    found = weights[0, experts[0].argsort()].double()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        weights[0, experts[0].argsort()].double(), expected, rtol=1e-5, atol=0
+    )

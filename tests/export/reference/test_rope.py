@@ -83,9 +83,9 @@ def test_softmax_scale_carries_mscale_squared(
 
 def test_k2_frequencies_step_after_pair_19() -> None:
     """Case 4: beta_fast is the config's 1, not 32."""
-    found = inverse_frequencies(ModelConfig.from_dict(CONFIGS["k2-0711"]).rope, 64)[18:22]
+    frequencies = inverse_frequencies(ModelConfig.from_dict(CONFIGS["k2-0711"]).rope, 64)
     expected = torch.tensor([2.27420e-3, 1.62176e-3, 3.61405e-5, 2.57722e-5])
-    torch.testing.assert_close(found, expected, rtol=5e-6, atol=0)
+    torch.testing.assert_close(frequencies[18:22], expected, rtol=5e-6, atol=0)
 
 
 def test_equal_correction_dimensions_do_not_divide_by_zero() -> None:
@@ -115,7 +115,7 @@ def test_tables_equal_transformers_at_every_position(raw: dict[str, Any]) -> Non
     positions = torch.cat([torch.arange(5000), torch.tensor([99_999, 100_000, len(cos) - 1])])
     embedding = published.DeepseekV3RotaryEmbedding(transformers_config(raw))
     expected_cos, expected_sin = embedding(torch.empty(0), positions[None])
-    # theirs repeat each pair's value for the other half
+    # transformers repeats each pair's value in the second half
     assert torch.equal(cos[positions], expected_cos[0, :, :32])
     assert torch.equal(sin[positions], expected_sin[0, :, :32])
 
@@ -140,13 +140,13 @@ def test_without_scaling_the_tables_are_plain() -> None:
 def test_interleaved_in_half_layout_out() -> None:
     """Case 2: pairs (1, 2) and (3, 4) at position 3, turned by 3 and by 0.03."""
     angles = torch.tensor([3.0, 0.03])
-    found = rotate_interleaved(torch.tensor([1.0, 2.0, 3.0, 4.0]), angles.cos(), angles.sin())
+    rotated = rotate_interleaved(torch.tensor([1.0, 2.0, 3.0, 4.0]), angles.cos(), angles.sin())
     pairs = [
         (a * math.cos(t) - b * math.sin(t), b * math.cos(t) + a * math.sin(t))
         for (a, b), t in zip([(1, 2), (3, 4)], (3.0, 0.03), strict=True)
     ]
     expected = torch.tensor([pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]])
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rotated, expected, rtol=1e-6, atol=0)
 
 
 def test_rotation_equals_transformers_with_rope_interleave() -> None:
@@ -160,13 +160,13 @@ def test_rotation_equals_transformers_with_rope_interleave() -> None:
     tables = published.DeepseekV3RotaryEmbedding(transformers_config(raw))(query, positions)
     cos, sin = (table[positions][:, None] for table in rope_tables(config))
     expected = published.apply_rotary_pos_emb_interleave(query, key, *tables)
-    found = [rotate_interleaved(x, cos, sin) for x in (query, key)]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert not torch.equal(found[0], published.apply_rotary_pos_emb(query, key, *tables)[0])
+    rotated = [rotate_interleaved(x, cos, sin) for x in (query, key)]
+    assert all(torch.equal(a, b) for a, b in zip(rotated, expected, strict=True))
+    assert not torch.equal(rotated[0], published.apply_rotary_pos_emb(query, key, *tables)[0])
 
 
 def test_rows_in_half_layout_make_the_op_equal_the_reference() -> None:
-    """Packing permutes the rows once; what then leaves the rotation is the same."""
+    """Packing permutes the rows once; after the rotation the values are the same."""
     torch.manual_seed(0)
     config = ModelConfig.from_dict(tiny_config())
     x, positions = torch.randn(2, 3, 5, 16), torch.randint(0, 512, (2, 5))

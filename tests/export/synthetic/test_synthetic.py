@@ -17,7 +17,7 @@ from export.checkpoint.shards import INDEX, CheckpointError
 from export.checkpoint.tensor_names import expected_tensors, is_linear
 from export.checkpoint.weight_forms import PACKED, SCALE_SUFFIX
 from export.synthetic.make import MARK, reduced, write_synthetic
-from export.synthetic.random_weights import NIBBLE_DEVIATION, even, nibbles, random_bytes
+from export.synthetic.random_weights import NIBBLE_DEVIATION, nibbles, random_bytes, uniform
 from graphs.contract.config import TEXT_PREFIX, ModelConfig, load_raw_config
 from graphs.contract.rope_config import ConfigError
 from tests.support.helpers import INT4, multimodal, tiny_config, written
@@ -63,14 +63,14 @@ def folder(form: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return make(tmp_path_factory.mktemp("synthetic") / "checkpoint", form)
 
 
-def test_it_holds_what_a_written_checkpoint_holds(
+def test_its_layout_is_that_of_a_written_checkpoint(
     form: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     def layout(checkpoint: Checkpoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {n: (t.dtype, t.shape) for n, t in checkpoint.stored.items()}
 
-    ours, theirs = Checkpoint.open(folder), Checkpoint.open(written(tmp_path, form))
-    assert layout(ours) == layout(theirs) and ours.unknown == ()
+    synthetic, trained = Checkpoint.open(folder), Checkpoint.open(written(tmp_path, form))
+    assert layout(synthetic) == layout(trained) and synthetic.unknown == ()
     assert json.loads((folder / "config.json").read_text("utf-8")) == form
     names = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
     assert all(n.startswith(TEXT_PREFIX) for n in names) == ("text_config" in form)
@@ -99,13 +99,13 @@ def test_no_two_scales_are_alike(folder: Path, form: dict[str, Any]) -> None:
     grids = [n for n in checkpoint.stored if n.endswith(SCALE_SUFFIX)]
     values = torch.cat([checkpoint.stored[n].read().flatten() for n in grids] or [torch.empty(0)])
     if form is POWERS:
-        assert (values.frexp().mantissa == 0.5).all() and len(values.unique()) > 2
+        assert (values.frexp().mantissa == 0.5).all() and len(set(values.tolist())) > 2
     else:
-        assert len(values.unique()) == len(values)
+        assert len(set(values.tolist())) == len(values)
     assert bool(len(values)) == (form in (FP8, POWERS))
 
 
-def test_int4_nibbles_are_minus_seven_to_seven_and_even(tmp_path: Path) -> None:
+def test_int4_nibbles_are_uniform_from_minus_seven_to_seven(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(make(tmp_path / "c", INT4_EXPERTS))
     packed = [t.read() for n, t in checkpoint.stored.items() if n.endswith(PACKED)]
     octets = torch.cat([p.view(torch.uint8).flatten() for p in packed])
@@ -126,7 +126,7 @@ def test_each_nibble_of_zero_alone_is_replaced() -> None:
 
 
 def test_values_of_an_interval_reach_both_ends() -> None:
-    pieces = random_bytes(0, "any", 1 << 20, even(torch.float32, 3, 2))
+    pieces = random_bytes(0, "any", 1 << 20, uniform(torch.float32, 3, 2))
     values = np.concatenate(list(pieces)).view(np.float32)
     assert values.min() == pytest.approx(1, abs=1e-4) and values.max() == pytest.approx(5, abs=1e-4)
     assert values.mean() == pytest.approx(3, abs=0.02) and len(values) == 1 << 18
@@ -142,9 +142,9 @@ def test_the_seed_decides_every_byte_and_the_shards_none(tmp_path: Path) -> None
     assert all((one / f).read_bytes() == (again / f).read_bytes() for f in files)
     assert len(list(one.glob("*.safetensors"))) > 3 > len(list(whole.glob("*.safetensors")))
     assert contents(one) == contents(whole)
-    ours, theirs = contents(one), contents(other)
-    assert [name for name in ours if ours[name] == theirs[name]] == []
-    assert len(set(ours.values())) == len(ours)
+    tensors, others = contents(one), contents(other)
+    assert [name for name in tensors if tensors[name] == others[name]] == []
+    assert len(set(tensors.values())) == len(tensors)
 
 
 def test_a_layer_is_the_same_in_a_model_of_more_layers(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_run_that_broke_off_cannot_be_opened_and_is_written_over(tmp_path: Pat
 def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path) -> None:
     other = written(tmp_path / "trained", FP8)
     before = {p.name: p.read_bytes() for p in other.iterdir()}
-    with pytest.raises(CheckpointError, match=f"{MARK}.*found other files"):
+    with pytest.raises(CheckpointError, match=f"{MARK}.*got other files"):
         make(other, BF16)
     assert {p.name: p.read_bytes() for p in other.iterdir()} == before
 
@@ -207,18 +207,18 @@ def test_too_small_a_disk_is_refused_before_anything_is_removed(
         return lambda path: usage(amount)
 
     monkeypatch.setattr(shutil, "disk_usage", free(size - 1))
-    with pytest.raises(CheckpointError, match=r"GB of disk expected, found .* GB"):
+    with pytest.raises(CheckpointError, match=r"expected .* GB of free disk, got .* GB"):
         make(tmp_path / "new" / "c", FP8)
     assert not (tmp_path / "new").exists()
-    make(tmp_path / "c", FP8)  # its own earlier output gives way
+    make(tmp_path / "c", FP8)  # the earlier output gives way
     monkeypatch.setattr(shutil, "disk_usage", free(0))
-    with pytest.raises(CheckpointError, match="GB of disk expected"):
+    with pytest.raises(CheckpointError, match="GB of free disk"):
         make(tmp_path / "c", tiny_config(num_hidden_layers=4))
     Checkpoint.open(tmp_path / "c")
 
 
 @pytest.mark.parametrize("preset", ["k2", "k2.5", "deepseek-v3"])
-def test_a_preset_is_cut_down_as_asked(preset: str) -> None:
+def test_a_preset_is_cut_down_to_the_given_sizes(preset: str) -> None:
     raw = load_raw_config(preset)
     config = ModelConfig.from_dict(reduced(raw, layers=3, dense=2, vocab=1024))
     assert (config.num_hidden_layers, config.count("dense"), config.vocab_size) == (3, 2, 1024)

@@ -138,7 +138,7 @@ def test_the_model_is_the_tensors_of_its_checkpoint() -> None:
 @CONFIGS
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_packed_bytes_are_those_the_graphs_read(raw: dict[str, Any], precision: Precision) -> None:
-    config, form = ModelConfig.from_dict(raw), LinearForm.of(precision)
+    config, form = ModelConfig.from_dict(raw), LinearForm.from_precision(precision)
     with FakeTensorMode():
         dense, moe, head = (
             weight_bytes(m(config, form).parameters()) for m in (DenseBlock, MoEBlock, Head)

@@ -237,7 +237,7 @@ def test_latent_attention_equals_the_readable_absorbed_form() -> None:
 def fp8_inputs(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(rows)
     channels = channels_from_wide(torch.randn(72, 160) * torch.linspace(0.001, 10, 72)[:, None])
-    return torch.randn(rows, 160).bfloat16(), channels.weight_KN, channels.scale_N
+    return torch.randn(rows, 160).bfloat16(), channels.weight, channels.scale
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
