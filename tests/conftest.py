@@ -1,16 +1,19 @@
-"""Builds of the shipped small model, made once per test run and precision."""
+"""Threads, and builds of the shipped small model."""
 
 import functools
+import os
 from collections.abc import Iterator
-from pathlib import Path
+
+# One thread wherever a test does not say otherwise: those of torch and of ONNX Runtime would wait
+# for each other in busy loops. Read when the libraries are loaded, so set before they are.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 
 from export.checkpoint.open import Checkpoint
-from export.engine.to_onnx import export_graphs
-from export.golden.model import write_goldens
-from export.packing.pack import pack
 from graphs.contract.manifest import Profile
 from graphs.contract.spec import BuildSpec, Precision
 from runtime.backends import Backend
@@ -18,21 +21,22 @@ from runtime.backends.onnxruntime import OnnxRuntimeBackend
 from runtime.devices.base import HostDevice, no_progress
 from runtime.devices.weights import Weights
 from runtime.step.chain import Chain
+from tests.support import shared_builds
 from tests.support.builds import NANO, ON_GPU, PROFILE, Build, OpenBackend, OpenChain
+
+settings.register_profile("derandomised", derandomize=True, deadline=None)
+settings.load_profile("derandomised")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """For modules of tiny tensors: a second thread only waits, and long on a busy machine."""
-    threads = torch.get_num_threads()
+def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_builds_stay_as_they_are() -> Iterator[None]:
     yield
-    torch.set_num_threads(threads)
+    assert shared_builds.store().changed_files() == []
 
 
 @pytest.fixture(scope="session")
@@ -42,18 +46,9 @@ def checkpoint() -> Checkpoint:
 
 
 @pytest.fixture(scope="session")
-def nano(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Build:
+def nano(checkpoint: Checkpoint) -> Build:
     """k2-nano, built for a precision: graphs, weights and goldens. Tests do not change it."""
-
-    @functools.cache
-    def build(precision: Precision) -> Path:
-        folder = tmp_path_factory.mktemp("nano") / precision
-        export_graphs(checkpoint.raw_config, precision, folder)
-        pack(checkpoint, folder)
-        write_goldens(checkpoint, folder)
-        return folder
-
-    return build
+    return functools.cache(functools.partial(shared_builds.shared_build, checkpoint))
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +58,7 @@ def onnxruntime_backend(nano: Build) -> OpenBackend:
     @functools.cache
     def open_backend(precision: Precision) -> Backend:
         build, spec = nano(precision), BuildSpec.load(nano(precision))
-        backend = OnnxRuntimeBackend(build, spec, HostDevice(), threads=2, batch_invariant=True)
+        backend = OnnxRuntimeBackend(build, spec, HostDevice(), threads=1, batch_invariant=True)
         backend.load_weights(Weights.open(build, spec), no_progress)
         return backend
 

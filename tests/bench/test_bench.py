@@ -30,8 +30,6 @@ from runtime.benchmark.cases import BenchCase
 from runtime.benchmark.measurements import BenchReport, BenchReportError, Measurement, in_turns
 from tests.support.builds import NANO, Build
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LONE, BATCH, PREFILL = BenchCase(1, 1, 100), BenchCase(4, 1, 100), BenchCase(1, 16, 0)
 
 

@@ -37,8 +37,6 @@ from runtime.tokenizers.base import Tokenizer, byte_tokenizer
 from tests.support.builds import NANO, Build
 from tests.support.helpers import tiny_checkpoint, tiny_config
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TEXT = (NANO / "heldout.txt").read_bytes()
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import regex
 
 from export.checkpoint.open import Checkpoint
-from export.engine.to_onnx import export_graphs
 from export.packing.pack import pack
 from graphs.contract.config import ModelConfig
 from tests.support.helpers import tiny_checkpoint, tiny_config
+from tests.support.shared_builds import export_once
 
 TEXT = (
     "Hello, world! 你好，世界！ The user's system, the assistant's answer. 人工智能 123 2024 "
@@ -133,7 +133,7 @@ def kimi_build(folder: Path, ranks: dict[bytes, int]) -> Path:
     for file in write_kimi(folder, ranks).iterdir():
         shutil.copy(file, checkpoint)
     opened = Checkpoint.open(checkpoint)
-    export_graphs(opened.raw_config, "fp32", build)
+    export_once(opened.raw_config, "fp32", build)
     pack(opened, build, progress=lambda file, done, total: None)
     return build
 

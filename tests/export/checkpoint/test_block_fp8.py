@@ -22,8 +22,6 @@ from export.checkpoint.block_fp8 import (
 )
 from graphs.contract.tensorfile import Array
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SIZES = st.integers(1, 70)
 BLOCKS = st.tuples(st.sampled_from([1, 3, 16, 32]), st.sampled_from([1, 5, 16, 32]))
 SEEDS = st.integers(0, 1000)

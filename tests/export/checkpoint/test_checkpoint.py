@@ -22,8 +22,6 @@ from graphs.contract.config import ModelConfig
 from graphs.contract.rope_config import ConfigError
 from tests.support.helpers import random_state, tiny_checkpoint, tiny_config
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 RAW = tiny_config(num_hidden_layers=2)
 CONFIG = ModelConfig.from_dict(RAW)
 EXPECTED = expected_tensors(CONFIG)

@@ -22,8 +22,6 @@ from export.checkpoint.tensor_names import expected_tensors
 from graphs.contract.config import TEXT_PREFIX, ModelConfig
 from tests.support.helpers import INT4, multimodal, random_state, tiny_config, written
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LAYER = "model.layers.1."
 EXPERT = f"{LAYER}mlp.experts.3.down_proj.weight"  # 160 × 72: three groups of 32, the last of 8
 O_PROJ = f"{LAYER}self_attn.o_proj.weight"

@@ -21,8 +21,6 @@ from export.checkpoint.group_int4 import (
     scale_shape,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SIZES = st.integers(1, 70)
 GROUP_SIZES = st.sampled_from([1, 5, 8, 32])
 SEEDS = st.integers(0, 1000)

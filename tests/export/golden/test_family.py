@@ -5,24 +5,20 @@ gate that normalises.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from onnx import ModelProto
 from torch import Tensor
 
 from export.checkpoint.open import Checkpoint
-from export.engine.to_onnx import export_graph, export_graphs
-from export.golden.model import write_goldens
-from export.packing.pack import pack
 from export.reference.attention import LatentRows, Taps, causal_mask
 from export.reference.block import Block, ReferenceModel
 from export.reference.feedforward import Gate
 from graphs.contract.config import ModelConfig
-from graphs.contract.spec import PRECISIONS, BuildSpec, GraphName, Precision
+from graphs.contract.spec import PRECISIONS, BuildSpec, Precision
 from graphs.parity.graphs import graph_parity
 from runtime.load import load_chain
 from runtime.parity import runtime_parity
@@ -37,8 +33,7 @@ from tests.support.family import (
     relative_config,
 )
 from tests.support.helpers import random_state, written
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from tests.support.shared_builds import shared_build
 
 EACH = pytest.mark.parametrize("name", RELATIVES)
 STARTS = (0, 17, 1000, 100_000)
@@ -173,48 +168,41 @@ def test_a_gate_without_a_bias_has_none_to_load() -> None:
 SEEDS = {"deepseek-v3": 5}
 
 
+Built = Callable[[str, Precision], Path]
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, Precision], Path]]:
-    """Builds a relative once per precision: checkpoint, graphs, weights and goldens."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """A relative with random weights."""
 
     @functools.cache
-    def build(name: str, precision: Precision) -> Path:
-        root, raw = tmp_path_factory.mktemp(name), relative_config(name)
-        checkpoint = Checkpoint.open(written(root / "checkpoint", raw, SEEDS.get(name, 0)))
-        export_graphs(raw, precision, root / precision)
-        pack(checkpoint, root / precision, workers=1)
-        write_goldens(checkpoint, root / precision)
-        return root / precision
+    def open_checkpoint(name: str) -> Checkpoint:
+        folder, raw = tmp_path_factory.mktemp(name), relative_config(name)
+        return Checkpoint.open(written(folder, raw, SEEDS.get(name, 0)))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("export.engine.to_onnx.export_graph", ExportsOnce())
-        yield build
+    return open_checkpoint
 
 
-class ExportsOnce:
-    """`export_graph`, which takes seconds, run once for graphs that several relatives share."""
-
-    def __init__(self) -> None:
-        self.made: dict[Any, ModelProto] = {}
-
-    def __call__(self, config: ModelConfig, precision: Precision, graph: GraphName) -> ModelProto:
-        if graph in ("dense", "moe"):
-            return export_graph(config, precision, graph)
-        c = config
-        sizes = (c.hidden_size, c.moe_intermediate_size, c.vocab_size, c.rms_norm_eps)
-        key = (graph, precision, *sizes)
-        if key not in self.made:
-            self.made[key] = export_graph(config, precision, graph)
-        return self.made[key]
+@pytest.fixture(scope="module")
+def built(checkpoint: Callable[[str], Checkpoint]) -> Built:
+    """A relative's graphs, weights and goldens."""
+    return functools.cache(lambda name, precision: shared_build(checkpoint(name), precision))
 
 
+# fp32 shows each relative's own maths; fp8 is quick for direct queries, whose matrix is no other's.
 # The group-limited gate by softmax is no preset's: in fp32 alone.
-BUILDS = [(n, p) for n in RELATIVES for p in PRECISIONS if p == "fp32" or n != "deepseek-v2"]
+QUICK = [*((name, "fp32") for name in RELATIVES), ("moonlight", "fp8")]
+BUILDS = [
+    pytest.param(name, precision, marks=() if (name, precision) in QUICK else pytest.mark.slow)
+    for name in RELATIVES
+    for precision in PRECISIONS
+    if precision == "fp32" or name != "deepseek-v2"
+]
 
 
 @pytest.mark.parametrize(("name", "precision"), BUILDS)
 def test_graphs_blocks_and_chain_are_within_their_bars(
-    built: Callable[[str, Precision], Path], name: str, precision: Precision
+    built: Built, name: str, precision: Precision
 ) -> None:
     build = built(name, precision)
     chain = load_chain(build, threads=1)
@@ -228,12 +216,11 @@ def test_graphs_blocks_and_chain_are_within_their_bars(
 
 @EACH
 def test_greedy_tokens_equal_transformers(
-    built: Callable[[str, Precision], Path], name: str
+    built: Built, checkpoint: Callable[[str], Checkpoint], name: str
 ) -> None:
     """24 tokens behind a prompt of 9, in fp32, from packed weights through the graphs."""
-    build = built(name, "fp32")
-    checkpoint = Checkpoint.open(build.parent / "checkpoint")
-    published = published_model(checkpoint.raw_config, checkpoint.reference().state_dict())
+    build, opened = built(name, "fp32"), checkpoint(name)
+    published = published_model(opened.raw_config, opened.reference().state_dict())
     torch.manual_seed(0)
     prompt = torch.randint(0, 256, (1, 9))
     ids = prompt
@@ -246,9 +233,7 @@ def test_greedy_tokens_equal_transformers(
 
 
 @EACH
-def test_the_graphs_read_the_relatives_weights(
-    built: Callable[[str, Precision], Path], name: str
-) -> None:
+def test_the_graphs_read_what_the_relatives_have(built: Built, name: str) -> None:
     spec = BuildSpec.load(built(name, "fp32"))
     c = spec.config
     weights = {t.name: t.dims for t in spec.graphs["moe"].weights}

@@ -15,7 +15,6 @@ import torch
 from export.checkpoint.open import Checkpoint
 from export.checkpoint.shards import CheckpointError
 from export.checkpoint.tensor_names import is_routed
-from export.engine.to_onnx import export_graphs
 from export.golden.layer import CACHED, PREFILL, STRIDE, write_layer_goldens
 from export.golden.rounded import rounded_block, rounded_head, rounded_reference
 from export.packing.pack import pack
@@ -34,6 +33,7 @@ from runtime.load import load_chain
 from runtime.parity import runtime_parity
 from runtime.step.expert_routing import expert_slots
 from tests.support.helpers import INT4, tiny_config
+from tests.support.shared_builds import export_once
 
 ROOT = Path(__file__).parents[3]
 RAW = tiny_config(num_hidden_layers=2, max_position_embeddings=2048, n_routed_experts=16)
@@ -66,7 +66,7 @@ def builds(
     precisions: tuple[Precision, ...] = ("fp32", "fp8")
     for precision in precisions:
         made[precision] = tmp_path_factory.mktemp("builds") / precision
-        export_graphs(checkpoint.raw_config, precision, made[precision])
+        export_once(checkpoint.raw_config, precision, made[precision])
         pack(checkpoint, made[precision])
         write_layer_goldens(checkpoint, made[precision])
     return made
@@ -137,8 +137,8 @@ def test_the_reference_reads_the_chosen_experts_only(
 
 
 def test_each_graph_and_block_is_within_its_bar(build: Path) -> None:
-    graphs = graph_parity(build, threads=2).rows
-    blocks = runtime_parity(load_chain(build, threads=2), build).rows
+    graphs = graph_parity(build, threads=1).rows
+    blocks = runtime_parity(load_chain(build, threads=1), build).rows
     modes = {f"{block}_{mode}" for block in ("dense_000", "moe_001") for mode in MODES}
     assert {row.case for row in graphs} == {*modes, "experts_001_prefill_0", "head"}
     fp8 = BuildSpec.load(build).precision == "fp8"
@@ -153,7 +153,7 @@ def test_each_graph_and_block_is_within_its_bar(build: Path) -> None:
 
 
 def test_a_build_without_an_end_to_end_golden_says_so(build: Path) -> None:
-    (reason,) = runtime_parity(load_chain(build, threads=2), build).not_run
+    (reason,) = runtime_parity(load_chain(build, threads=1), build).not_run
     assert reason.startswith("end_to_end") and "the chain was not compared" in reason
     command = [sys.executable, "-m", "runtime", "parity", str(build), "--threads", "2"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -199,9 +199,9 @@ def test_one_changed_byte_of_an_expert_fails(build: Path, tmp_path: Path) -> Non
             octets[4 * np.argmax(np.abs(octets.view(np.float32))) + 3] ^= 0x80
 
     edit(copy / layer_file(MOE), f"experts.{expert}.down.weight", flip_sign)
-    failed = {row.case for row in graph_parity(copy, threads=2).rows if not row.passed}
+    failed = {row.case for row in graph_parity(copy, threads=1).rows if not row.passed}
     assert failed == {"experts_001_prefill_0"}
-    rows = runtime_parity(load_chain(copy, threads=2), copy).rows
+    rows = runtime_parity(load_chain(copy, threads=1), copy).rows
     failed = {row.case for row in rows if row.fed and not row.passed}
     assert "moe_001_prefill" in failed
     assert all(row.passed for row in rows if row.graph == "dense")
@@ -210,7 +210,7 @@ def test_one_changed_byte_of_an_expert_fails(build: Path, tmp_path: Path) -> Non
 def decode(build: Path) -> tuple[Array, set[int]]:
     """The MoE decode golden's step, its result and the experts that it chose."""
     golden = TensorFile.open(build / "golden" / "moe_001_decode.safetensors")
-    chain = load_chain(build, threads=2)
+    chain = load_chain(build, threads=1)
     names = [t.name for t in chain.spec.graphs["moe"].outputs]
     out = {name: np.empty_like(golden[f"output.{name}"]) for name in names}
     parity.run_block(chain, "moe", MOE, golden_inputs(golden), out)

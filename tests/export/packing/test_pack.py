@@ -21,6 +21,7 @@ from graphs.contract.spec import BuildError, BuildSpec, Precision, layer_file
 from graphs.contract.tensorfile import TensorFile, write_arrays
 from runtime.devices.weights import Weights
 from tests.support.helpers import tiny_checkpoint, tiny_config
+from tests.support.shared_builds import export_once
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def build(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A packed fp8 build of the tiny checkpoint."""
     folder = tmp_path_factory.mktemp("tiny") / "fp8"
-    export_graphs(tiny.raw_config, "fp8", folder)
+    export_once(tiny.raw_config, "fp8", folder)
     pack(tiny, folder)
     return folder
 

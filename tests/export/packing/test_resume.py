@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from export.checkpoint.block_fp8 import channels_from_wide
 from export.checkpoint.open import Checkpoint
 from export.checkpoint.shards import CheckpointError
-from export.engine.to_onnx import export_graphs
 from export.packing import pack as packing
 from export.packing import packed_file, staging
 from export.packing.pack import PackingPlan, pack
@@ -29,8 +28,7 @@ from graphs.contract.spec import HEAD_FILE, BuildError, BuildSpec, config_hash, 
 from graphs.contract.tensorfile import TensorFile
 from runtime.devices.weights import Weights
 from tests.support.helpers import INT4, tiny_checkpoint
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from tests.support.shared_builds import export_once
 
 ROOT = Path(__file__).parents[3]
 FILES = 6  # embedding, three layers, head, rope
@@ -45,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Graphs without weights."""
     build = tmp_path_factory.mktemp("tiny") / "exported"
-    export_graphs(Checkpoint.open(folder).raw_config, "fp8", build)
+    export_once(Checkpoint.open(folder).raw_config, "fp8", build)
     return build
 
 
@@ -284,7 +282,7 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
 def test_int4_experts_become_fp8_and_the_summary_says_that_they_grow(tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path / "checkpoint", quantization_config=INT4)
     checkpoint, build = Checkpoint.open(path), tmp_path / "build"
-    export_graphs(checkpoint.raw_config, "fp8", build)
+    export_once(checkpoint.raw_config, "fp8", build)
     plans: list[PackingPlan] = []
     pack(checkpoint, build, started=plans.append)
     assert "INT4 experts take twice the bytes as FP8" in plans[0].summary()

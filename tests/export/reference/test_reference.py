@@ -22,8 +22,6 @@ from tests.support.helpers import (
     transformers_model,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 RAW = tiny_config(max_position_embeddings=131072)
 CONFIG = ModelConfig.from_dict(RAW)
 D = CONFIG.hidden_size

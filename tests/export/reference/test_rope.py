@@ -14,8 +14,6 @@ from graphs.contract.rope_config import yarn_mscale
 from graphs.ops.rope import rope
 from tests.support.helpers import tiny_config, transformers_config
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 YARN = tiny_config()["rope_scaling"]
 
 

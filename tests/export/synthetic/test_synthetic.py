@@ -22,8 +22,6 @@ from graphs.contract.config import TEXT_PREFIX, ModelConfig, load_raw_config
 from graphs.contract.rope_config import ConfigError
 from tests.support.helpers import INT4, multimodal, tiny_config, written
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FP8 = tiny_config(num_hidden_layers=2)
 BF16 = tiny_config(num_hidden_layers=2, quantization_config=None)
 POWERS = FP8 | {"quantization_config": FP8["quantization_config"] | {"scale_fmt": "ue8m0"}}

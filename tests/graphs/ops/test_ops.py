@@ -30,8 +30,6 @@ from graphs.passes.attach_functions import OPS, attach_functions
 from graphs.session import open_session, run
 from tests.support.helpers import random_state, tiny_config
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CONFIG = ModelConfig.from_dict(tiny_config())
 TYPES = {
     torch.float32: TensorProto.FLOAT,

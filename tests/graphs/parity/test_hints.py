@@ -19,10 +19,7 @@ import torch
 import runtime.parity
 import runtime.step.chain
 from export.checkpoint.open import Checkpoint
-from export.engine.to_onnx import export_graphs
-from export.golden.model import write_goldens
 from export.packing.layer_weights import half_layout
-from export.packing.pack import pack
 from export.reference.rope import inverse_frequencies, rope_tables
 from export.synthetic.write_checkpoint import write_checkpoint
 from graphs.contract.config import ModelConfig, load_config
@@ -38,8 +35,7 @@ from runtime.load import load_chain
 from runtime.parity import runtime_parity
 from tests.support.graph_surgery import change_body
 from tests.support.helpers import random_state, tiny_config
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from tests.support.shared_builds import shared_build
 
 # wide enough for square grids of 2×2 block scales
 CONFIG = tiny_config(
@@ -74,14 +70,10 @@ def strong_state(config: ModelConfig) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[Precision, Path]:
     folder = tmp_path_factory.mktemp("hints")
-    write_checkpoint(folder / "checkpoint", CONFIG, strong_state(ModelConfig.from_dict(CONFIG)))
-    checkpoint = Checkpoint.open(folder / "checkpoint")
+    write_checkpoint(folder, CONFIG, strong_state(ModelConfig.from_dict(CONFIG)))
+    checkpoint = Checkpoint.open(folder)
     precisions: tuple[Precision, ...] = ("fp32", "fp8")
-    for precision in precisions:
-        export_graphs(CONFIG, precision, folder / precision)
-        pack(checkpoint, folder / precision)
-        write_goldens(checkpoint, folder / precision)
-    return {precision: folder / precision for precision in precisions}
+    return {precision: shared_build(checkpoint, precision) for precision in precisions}
 
 
 @pytest.fixture(params=["fp32", "fp8"])
@@ -333,10 +325,7 @@ def test_expert_weights_rebuilt_from_biased_scores(
         [12.0] * 3 + [-12.0] * 5
     )
     write_checkpoint(tmp_path / "checkpoint", raw, state)
-    checkpoint = Checkpoint.open(tmp_path / "checkpoint")
-    export_graphs(raw, "fp32", folder)
-    pack(checkpoint, folder)
-    write_goldens(checkpoint, folder)
+    shutil.copytree(shared_build(Checkpoint.open(tmp_path / "checkpoint"), "fp32"), folder)
     assert outcome(graph_parity(folder, threads=1)) == (None, set())
 
     def edit(model: onnx.ModelProto) -> None:

@@ -45,7 +45,7 @@ def found(expected: Array, actual: Array, tap: str, precision: Precision) -> Tap
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_tap_of_each_graph_is_within_its_bar(nano: Build, precision: Precision) -> None:
-    fragment = graph_parity(nano(precision), threads=2)
+    fragment = graph_parity(nano(precision), threads=1)
     assert fragment.passed and fragment.hints == [] and first_bad(fragment.rows) is None
     taps: dict[str, set[str]] = {}
     for row in fragment.rows:
@@ -62,7 +62,7 @@ def test_every_tap_of_each_graph_is_within_its_bar(nano: Build, precision: Preci
 
 def test_no_block_of_the_small_model_needs_the_wide_limit_of_free_runs(nano: Build) -> None:
     """At its width an e4m3 flip is rare: freely, too, fp8 is within the limit of fed layers."""
-    rows = [r for r in graph_parity(nano("fp8"), threads=2).rows if r.limit == FP8_FREE]
+    rows = [r for r in graph_parity(nano("fp8"), threads=1).rows if r.limit == FP8_FREE]
     assert len(rows) >= 8 and "free-running" in rows[0].remark
     assert [r for r in rows if r.rms_error > RMS["fp8"]] == []
 
@@ -71,14 +71,14 @@ def test_fed_layers_show_where_a_fault_lies(nano: Build, tmp_path: Path) -> None
     """A norm that is off reaches the next linear layer, and what lies behind that is as it was."""
     name = "attention.q_norm.weight"
     build = copy_with(nano("fp8"), tmp_path / "copy", 0, name, 1.01)
-    rows = [r for r in graph_parity(build, threads=2).rows if r.case == "dense_000_prefill"]
+    rows = [r for r in graph_parity(build, threads=1).rows if r.case == "dense_000_prefill"]
     assert [r.tap for r in rows if r.fed and not r.passed] == ["c_q_normed"]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_blocks_and_chain_are_within_their_bars(nano: Build, precision: Precision) -> None:
     build = nano(precision)
-    fragment = runtime_parity(load_chain(build, threads=2), build)
+    fragment = runtime_parity(load_chain(build, threads=1), build)
     cases = {r.case for r in fragment.rows}
     assert cases >= {"dense_000_chunk", "moe_002_prefill", "end_to_end"}
     assert fragment.passed and fragment.hints == [] and fragment.not_run == []
@@ -116,7 +116,7 @@ def test_a_weight_that_is_off_by_a_thousandth_fails_where_it_is_read(
     nano: Build, tmp_path: Path, layer: int, name: str, block: str, tap: str
 ) -> None:
     build = copy_with(nano("fp32"), tmp_path / "copy", layer, name, 1.001)
-    fragment = graph_parity(build, threads=2)
+    fragment = graph_parity(build, threads=1)
     failed = [r for r in fragment.rows if not r.passed]
     assert {r.case for r in failed} == {
         f"{block}_{mode}" for mode in ("prefill", "chunk", "decode")
@@ -131,11 +131,11 @@ def test_a_wrong_expert_fails_in_experts_and_block(nano: Build, tmp_path: Path) 
     expert = int(golden["slot_experts"][0])
     name = f"experts.{expert}.down.weight"
     build = copy_with(nano("fp32"), tmp_path / "copy", 1, name, 1.001)
-    fragment = graph_parity(build, threads=2)
+    fragment = graph_parity(build, threads=1)
     bad = first_bad(fragment.rows)
     assert bad is not None and (bad.case, bad.tap) == ("experts_001_prefill_0", "slots.0.output")
     assert {r.graph for r in fragment.rows if not r.passed} == {"experts"}
-    rows = runtime_parity(load_chain(build, threads=2), build).rows
+    rows = runtime_parity(load_chain(build, threads=1), build).rows
     assert {"moe_001_prefill", "end_to_end"} <= {r.case for r in rows if not r.passed}
 
 

@@ -7,9 +7,6 @@ import numpy as np
 import pytest
 
 from export.checkpoint.open import Checkpoint
-from export.engine.to_onnx import export_graphs
-from export.golden.model import write_goldens
-from export.packing.pack import pack
 from export.synthetic.write_checkpoint import write_checkpoint
 from graphs.contract.config import ModelConfig
 from graphs.contract.spec import BuildSpec, layer_file
@@ -22,6 +19,7 @@ from runtime.load import load_chain
 from runtime.parity import runtime_parity
 from tests.support.builds import Build
 from tests.support.helpers import random_state, tiny_config
+from tests.support.shared_builds import shared_build
 
 CASE = ReplayCase("case", "moe", 1, "prefill")
 ONE = ExpertGroups(1, 1, "max")
@@ -130,12 +128,8 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name.endswith(("mlp.gate.weight", "e_score_correction_bias")):
             tensor[1] = tensor[0]
     folder = tmp_path_factory.mktemp("twins")
-    write_checkpoint(folder / "checkpoint", raw, state)
-    checkpoint = Checkpoint.open(folder / "checkpoint")
-    export_graphs(raw, "fp32", folder / "fp32")
-    pack(checkpoint, folder / "fp32")
-    write_goldens(checkpoint, folder / "fp32")
-    return folder / "fp32"
+    write_checkpoint(folder, raw, state)
+    return shared_build(Checkpoint.open(folder), "fp32")
 
 
 def test_a_tie_is_reported_with_margin_and_bound_and_fails_nothing(
@@ -162,7 +156,7 @@ def test_a_tie_is_reported_with_margin_and_bound_and_fails_nothing(
 
 def test_a_choice_that_is_no_tie_fails(nano: Build, tmp_path: Path) -> None:
     build = copy_with_bias(nano("fp32"), tmp_path / "copy", {0: 0.3})
-    fragment = graph_parity(build, threads=2)
+    fragment = graph_parity(build, threads=1)
     rows = [r for r in fragment.rows if r.tap == "experts" and not r.passed]
     assert {r.layer for r in rows} == {1}
     assert not fragment.passed

@@ -28,7 +28,7 @@ from tests.support.cache_rows import (
     staged,
     unchanged,
 )
-from tests.support.devices import DEVICES
+from tests.support.doubles.devices import DEVICES
 
 Tokens = list[int]
 RANDOMS = st.randoms(use_true_random=True)  # inside a rule hypothesis would favour small cases

@@ -29,7 +29,7 @@ from tests.support.cache_rows import (
     staged,
     unchanged,
 )
-from tests.support.devices import DEVICES, gpu
+from tests.support.doubles.devices import DEVICES, gpu
 
 
 @pytest.fixture(

@@ -265,7 +265,7 @@ def _dims(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
 
 @functools.cache
 def _session(precision: str, content: bytes) -> Any:
-    return open_session(SimpleNamespace(precision=precision), content, threads=2)
+    return open_session(SimpleNamespace(precision=precision), content, threads=1)
 
 
 def write_double_engines(
