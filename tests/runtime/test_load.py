@@ -38,7 +38,7 @@ def test_a_share_is_of_what_the_buffers_leave_free(
 @pytest.mark.parametrize(
     ("cache", "expected"),
     [
-        (0, "at least 1 expected, found 0"),
+        (0, "expected at least 1 row a layer, got 0"),
         ("100kB", r"4 layers × 144 × 4 bytes = 2,304 bytes a row.* 100,000 bytes give 0 rows"),
         ("lots", "bytes such as 2GiB"),
     ],
@@ -67,4 +67,4 @@ def test_no_gpu_is_one_error(nano: Build, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.backends, "cuda", built)
     for options in ({"backend": "tensorrt"}, {"provider": "cuda"}):
         with pytest.raises(DeviceError, match="built without CUDA"):
-            load_chain(nano("fp32"), **options)  # type: ignore[arg-type]
+            load_chain(nano("fp32"), **options)

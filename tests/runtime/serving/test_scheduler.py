@@ -57,8 +57,8 @@ def near_ties(request: Request, done: Completion, logits: Sequence[Array], alone
     """1 where the tokens part at a choice that was near another; raises where they part at none."""
     pairs = zip(done.tokens, alone.tokens, strict=False)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(done.tokens))
-    for found, expected in zip(logits[: same + 1], alone.logits, strict=False):
-        np.testing.assert_allclose(found, expected, atol=CLOSE, rtol=0)
+    for logits_V, expected in zip(logits[: same + 1], alone.logits, strict=False):
+        np.testing.assert_allclose(logits_V, expected, atol=CLOSE, rtol=0)
     if same == len(done.tokens):
         assert done.reason == "cancelled" or done.tokens == tuple(alone.tokens)
         return 0
@@ -76,14 +76,14 @@ def random_requests(generator: np.random.Generator, count: int) -> list[Request]
         SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.2),
         SamplingParams(temperature=1.3, min_p=0.05),
     ]
-    found = []
+    requests = []
     for index in range(count):
         sampling = samplings[index % len(samplings)]
         params = {**vars(sampling), "seed": int(generator.integers(1000))}
         start, length = 30 * int(generator.integers(3)), int(generator.integers(1, 120))
         new = int(generator.integers(1, 16))
-        found.append(Request(prompt(start, length), new, SamplingParams(**params)))
-    return found
+        requests.append(Request(prompt(start, length), new, SamplingParams(**params)))
+    return requests
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -225,7 +225,7 @@ def test_what_can_never_run_is_refused_at_once(open_chain: OpenChain) -> None:
         scheduler.submit(Request((1, 999)))
     with pytest.raises(RequestError, match="at least one token"):
         scheduler.submit(Request(()))
-    with pytest.raises(RequestError, match="stop strings: a tokenizer expected"):
+    with pytest.raises(RequestError, match="stop strings: expected a tokenizer"):
         scheduler.submit(Request((1,), stop_strings=("x",)))
     assert not scheduler.busy
 
