@@ -89,7 +89,7 @@ class LLM:
             self._drop(tickets)
 
     def score(self, text: str) -> Scores:
-        """How well the model predicts a text, token by token. Raises as `runtime.evaluate`."""
+        """Score a text, token by token. Raises as `runtime.evaluate`."""
         window = min(WINDOW, self.chain.profile.context)
         return evaluate(self.chain, self.encoder.needed_tokenizer(), text.encode(), window)
 

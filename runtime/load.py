@@ -1,4 +1,4 @@
-"""From a build folder to a chain: all is checked, and memory counted, before any of it is taken."""
+"""Opens a build folder as a chain: checks all, and counts memory, before taking any of it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ class OptionError(BuildError):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a build is opened. Raises OptionError where an option is another backend's.
+    """Options of opening a build. Raises OptionError where one is another backend's.
 
     backend, provider: what runs the graphs; the provider, "cpu" by default, is ONNX Runtime's.
     profile: the limits of a step on ONNX Runtime; on TensorRT they are the engines'. engines: their

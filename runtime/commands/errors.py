@@ -2,7 +2,7 @@
 
 
 def error_types() -> tuple[type[Exception], ...]:
-    """What a user can act on; anything else is a bug of ours.
+    """Errors that a user can act on; any other is a bug of ours.
 
     A function, since the modules that define them are heavy: ask for them when one was raised.
     """

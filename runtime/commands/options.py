@@ -2,10 +2,10 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -19,8 +19,8 @@ BuildArgument = Annotated[Path, typer.Argument(help="Build folder, build/MODEL/P
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for every field of its parameters that are dataclasses."""
     parameters = inspect.signature(command).parameters
-    groups = {
-        name: inspect.signature(parameter.annotation).parameters
+    groups: dict[str, Mapping[str, inspect.Parameter]] = {
+        name: inspect.signature(cast(type, parameter.annotation)).parameters
         for name, parameter in parameters.items()
         if is_dataclass(parameter.annotation)
     }
@@ -43,7 +43,7 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class OpeningOptions:
-    """How a build is opened, whatever is done with it."""
+    """Options of every command that opens a build."""
 
     backend: Annotated[BackendName, typer.Option(help="What runs the graphs.")] = "onnxruntime"
     provider: Annotated[
@@ -94,7 +94,7 @@ def _limit(text: str, default: int) -> Any:
 
 @dataclass(frozen=True)
 class SizedOptions(OpeningOptions):
-    """How a build is opened, and for how much."""
+    """Options of opening a build, with the sizes of its cache and of a step."""
 
     cache: Annotated[
         str | None,
@@ -117,8 +117,7 @@ class SizedOptions(OpeningOptions):
             tokens=self.chunk or Profile.tokens,
             context=self.context or Profile.context,
         )
-        given = profile if self._limits else None
-        return super().load_options(profile=given, cache=cache, **more)
+        return super().load_options(profile=profile if self._limits else None, cache=cache, **more)
 
     def option_name(self, field: str) -> str:
         return self._limits[0] if field == "profile" else field

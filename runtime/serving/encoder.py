@@ -1,4 +1,4 @@
-"""From a prompt to a request: its token ids, and the ids that end what follows it."""
+"""Makes a request of a prompt: its token ids, and the ids that end the result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How the model continues a prompt. Raises RequestError where `stop` is a lone string."""
+    """Settings of a prompt's continuation. Raises RequestError where `stop` is a lone string."""
 
     max_new_tokens: int = Request.max_new_tokens
     sampling: SamplingParams = field(default_factory=SamplingParams)

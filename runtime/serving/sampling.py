@@ -39,7 +39,7 @@ WHOLE = ("top_k", "seed")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request chooses its tokens. Raises SamplingError where a setting is out of range.
+    """Settings of a request's choice of tokens. Raises SamplingError where a setting is out of range.
 
     At temperature 0 the likeliest token is taken, after the repetition penalty; the filters would
     not change it.
@@ -130,7 +130,7 @@ def _largest(values: Array, count: int) -> Array:
 
 
 def _reaching(weights: Array, share: float) -> int:
-    """How many of the largest weights it takes to reach that share of their sum."""
+    """The number of largest weights that together reach that share of the sum."""
     target = share * weights.sum()
     first = min(SORTED_FIRST, len(weights))
     for largest in (np.partition(weights, -first)[-first:], weights):

@@ -180,9 +180,9 @@ def test_bits_of_tokens_that_are_not_bytes(chain: Chain, checkpoint: Checkpoint)
         with torch.no_grad():
             scores = model(torch.tensor([[256, *part[:-1]]]))[0].log_softmax(-1)
         nats -= float(scores[range(len(part)), part][scored - start :].sum())
-    scored = evaluate(chain, tokenizer, text.encode(), window)
-    assert scored.bits_per_byte == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
-    assert scored.bits_per_token == pytest.approx(nats / math.log(2) / len(tokens), rel=1e-5)
+    whole = evaluate(chain, tokenizer, text.encode(), window)
+    assert whole.bits_per_byte == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
+    assert whole.bits_per_token == pytest.approx(nats / math.log(2) / len(tokens), rel=1e-5)
     assert not chain.cache.handles
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ def test_the_example_of_the_readme(nano: Build) -> None:
 
 
 def test_generate_answers_every_prompt_in_order(llm: LLM) -> None:
-    prompts = ["And it came to pass", prompt(0, 30), "In the beginning"]
+    prompts: list[str | Sequence[int]] = ["And it came to pass", prompt(0, 30), "In the beginning"]
     results = llm.generate(prompts, max_new_tokens=6)
     assert llm.encoder.tokenizer is not None
     for given, done in zip(prompts, results, strict=True):

@@ -1,1 +1,1 @@
-"""What `generate` runs: prompts read and checked, run side by side, shown and saved."""
+"""Parts of `generate`: prompts are read, checked, run side by side, shown and saved."""

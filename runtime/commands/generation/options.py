@@ -1,4 +1,4 @@
-"""The options of `generate`: what is continued, and how."""
+"""The options of `generate`: prompts and settings."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from runtime.serving.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """What is continued: one of the four."""
+    """The prompts: exactly one of the four."""
 
     prompt: Annotated[list[str] | None, typer.Option(help="Prompt text; may be repeated.")] = None
     prompt_ids: Annotated[
@@ -40,8 +40,8 @@ class PromptOptions:
 
     def requests(self) -> list[PromptRequest]:
         """Raises BadParameter where none or several kinds are given; PromptError."""
-        given = [bool(kind) for kind in (self.prompt, self.prompt_ids, self.messages, self.prompts)]
-        if sum(given) != 1:
+        kinds = (self.prompt, self.prompt_ids, self.messages, self.prompts)
+        if sum(map(bool, kinds)) != 1:
             raise typer.BadParameter(
                 "expected exactly one of --prompt, --prompt-ids, --messages and --prompts"
             )
@@ -57,7 +57,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class SettingOptions:
-    """How each prompt is continued."""
+    """Settings that each prompt is continued with."""
 
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a result.")] = (
         GenerationOptions.max_new_tokens

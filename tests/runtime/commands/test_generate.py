@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import pytest
 import torch
 
 import runtime.__main__ as command_line
-import runtime.commands.generate as generate_command
 from export.checkpoint.open import Checkpoint
 from graphs.contract.spec import BuildError
 from models.train import bits_per_byte as reference_bits_per_byte
@@ -26,6 +26,7 @@ from runtime.backends import BackendError
 from runtime.commands.generation.board import BARS, Board
 from runtime.commands.generation.jobs import Job
 from runtime.commands.generation.results import Results
+from runtime.commands.loading import load
 from runtime.llm import LLM
 from runtime.load import LoadOptions
 from runtime.serving.request import Completion, Request
@@ -72,8 +73,14 @@ def command(
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize(("name", "summary"), command_line.COMMANDS.items())
+def test_a_commands_summary_is_the_first_line_of_its_help(name: str, summary: str) -> None:
+    command = getattr(import_module(f"runtime.commands.{name}"), name)
+    assert command.__doc__.splitlines()[0] == summary
+
+
 def test_one_prompt_is_streamed_with_its_rate(nano: Build) -> None:
-    command = [sys.executable, "-m", "runtime", "generate", nano("fp32"), "--prompt", PROMPT]
+    command = [sys.executable, "-m", "runtime", "generate", str(nano("fp32")), "--prompt", PROMPT]
     few = ("--max-new-tokens", "5", *ONE_THREAD)
     done = subprocess.run(
         [*command, *few], capture_output=True, text=True, cwd=NANO.parent.parent, check=False
@@ -131,13 +138,12 @@ def test_options_reach_the_chain(
 ) -> None:
     """A cache of 64 rows takes one of two prompts at a time; both are read from standard input."""
     chains: list[Chain] = []
-    load = generate_command.load
 
     def kept(build: Path, options: LoadOptions) -> Chain:
         chains.append(load(build, options))
         return chains[-1]
 
-    monkeypatch.setattr(generate_command, "load", kept)
+    monkeypatch.setattr("runtime.commands.generate.load", kept)
     content = b'{"prompt": "a"}\n{"prompt": "b"}\n'
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
     options = ("--cache", "64", "--context", "256", "--batch", "3", "--chunk", "16", "--verify")
@@ -159,7 +165,7 @@ def test_a_prompt_that_fails_leaves_the_others_their_results(
 
     chain = open_chain()
     tamper(chain, fail)
-    monkeypatch.setattr(generate_command, "load", lambda *arguments: chain)
+    monkeypatch.setattr("runtime.commands.generate.load", lambda *arguments: chain)
     given = ("--prompt", OTHER, "--prompt", PROMPT, "--max-new-tokens", "6")
     done = command("generate", nano("fp32"), *given, "--json")
     assert (done.status, done.err) == (1, "error: --prompt 2: planted\n")
@@ -193,7 +199,7 @@ def test_bad_input_is_one_line_before_anything_is_loaded(
     arguments: str,
     expected: str,
 ) -> None:
-    monkeypatch.setattr(generate_command, "load", lambda *arguments: pytest.fail("loaded"))
+    monkeypatch.setattr("runtime.commands.generate.load", lambda *arguments: pytest.fail("loaded"))
     done = command("generate", nano("fp32"), *arguments.split())
     assert (done.status, done.out) == (1, "")
     assert done.err.startswith("error: ") and done.err.count("\n") == 1
@@ -334,7 +340,8 @@ def greedy(checkpoint: Checkpoint) -> list[int]:
         tokens = transformers_model(checkpoint).generate(
             ids, max_new_tokens=128, do_sample=False, eos_token_id=None
         )
-    return tokens[0, ids.shape[1] :].tolist()
+    new: list[int] = tokens[0, ids.shape[1] :].tolist()
+    return new
 
 
 def test_128_greedy_tokens_equal_transformers(

@@ -34,7 +34,10 @@ def handlers() -> list[object]:
 @pytest.fixture(autouse=True)
 def _usual_handlers() -> Iterator[None]:
     """As a process has them that ignores neither, whatever this one is told."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    usual: dict[signal.Signals, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
     for number, handler in before.items():

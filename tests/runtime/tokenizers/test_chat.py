@@ -174,7 +174,9 @@ def test_messages_from_a_file_and_from_standard_input(build: Path, tmp_path: Pat
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     tokenizer = load_tokenizer(build, CONFIG)
-    assert result["prompt_ids"] == Chat.open(build, tokenizer).ids([Message(**m) for m in talk])
+    assert result["prompt_ids"] == Chat.open(build, tokenizer).ids(
+        parse_messages(file.read_bytes(), "")
+    )
     assert result["text"] == tokenizer.decode(result["tokens"])
     piped = run(build, "--messages", "-", *few, text=json.dumps(talk))
     assert json.loads(piped.stdout) == result

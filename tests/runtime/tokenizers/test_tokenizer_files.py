@@ -151,7 +151,8 @@ def test_an_empty_tiktoken_model(tmp_path: Path) -> None:
 
 
 def added(**changes: Any) -> dict[str, Any]:
-    return kimi_settings(len(RANKS))["added_tokens_decoder"] | changes
+    tokens: dict[str, Any] = kimi_settings(len(RANKS))["added_tokens_decoder"]
+    return tokens | changes
 
 
 @pytest.mark.parametrize(
