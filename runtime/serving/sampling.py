@@ -39,7 +39,7 @@ WHOLE = ("top_k", "seed")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings of a request's choice of tokens. Raises SamplingError where a setting is out of range.
+    """Settings of a request's choice of tokens. Raises SamplingError where one is out of range.
 
     At temperature 0 the likeliest token is taken, after the repetition penalty; the filters would
     not change it.
