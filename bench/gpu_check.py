@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from xml.etree import ElementTree
 
 import typer
@@ -26,7 +26,7 @@ from graphs.engines.compile import compile_build
 from graphs.engines.targets import LEAST_TARGET, TARGETS
 from runtime.devices.base import DeviceError
 from runtime.devices.cuda import CudaDevice
-from runtime.load import LoadOptions, load_chain
+from runtime.load import load_chain
 from runtime.parity import runtime_parity
 
 ROOT = Path(__file__).parent.parent
@@ -70,8 +70,8 @@ def parity(build: Path, gpu: CudaDevice) -> Iterator[CheckRow]:
         yield CheckRow(f"parity, {spec.precision}", 0, 0, 1, 0.0, why)
         return
     compiler: Compiler = "rtx" if gpu.sm in TARGETS["rtx"] else "tensorrt"
-    on_engines: LoadOptions = {"backend": "tensorrt"}
-    on_cuda: LoadOptions = {"backend": "onnxruntime", "provider": "cuda"}
+    on_engines: dict[str, Any] = {"backend": "tensorrt"}
+    on_cuda: dict[str, Any] = {"backend": "onnxruntime", "provider": "cuda"}
     for name, options in ((f"TensorRT ({compiler})", on_engines), ("ONNX Runtime", on_cuda)):
         what, start = f"parity, {spec.precision}, {name}", time.perf_counter()
         try:

@@ -114,14 +114,20 @@ def byte_progress(
         report()
 
 
-def run(app: typer.Typer, *errors: type[Exception]) -> None:
+def run(
+    app: typer.Typer,
+    *errors: type[Exception],
+    find_errors: Callable[[], tuple[type[Exception], ...]] = tuple,
+) -> None:
     """Run a command line; ConfigError, BuildError and `errors` end it with one line and exit 1.
 
-    Anything else is a bug of ours and keeps its traceback.
+    `find_errors` returns more of them, and is called only when one was raised: importing them may
+    take long. Anything else is a bug of ours and keeps its traceback.
     """
-    known: tuple[type[Exception], ...] = (ConfigError, BuildError, *errors)
     try:
         app()
-    except known as e:
+    except Exception as e:
+        if not isinstance(e, (ConfigError, BuildError, *errors, *find_errors())):
+            raise
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(1)

@@ -16,10 +16,10 @@ def evaluate(
     window: int = WINDOW,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Scores:
-    """Score a text; `progress` is called with tokens done and tokens in all.
+    """Score a text; `progress` is called with the tokens done and the tokens in all.
 
-    Raises StepError, also where the tokens do not spell the text, PromptError where it cannot be
-    encoded.
+    Raises StepError, also where the tokens do not spell the text, and PromptError where it cannot
+    be encoded.
     """
     tokens = text_tokens(tokenizer, text)
 
@@ -36,20 +36,20 @@ def evaluate(
 
 
 def text_tokens(tokenizer: Tokenizer, text: bytes) -> list[int]:
-    """The text's ids. Raises StepError where there is no text, or where they do not spell it."""
+    """The text's ids. Raises StepError where it is empty, or where they do not spell it."""
     if not text:
-        raise StepError("text: at least one byte expected, found none")
+        raise StepError("text: expected at least one byte, got none")
     ids = tokenizer.ordinary(text.decode(errors="surrogateescape"))
     if tokenizer.spell(ids) != text:
         raise StepError(
-            "text: tokens that spell it expected, found a tokenizer that changes it, so that its "
-            "bits per byte would be another text's"
+            "text: expected tokens that spell it, got a tokenizer that changes it: its bits per "
+            "byte would be those of another text"
         )
     return ids
 
 
 def chain_logits(chain: Chain) -> Logits:
-    """The chain as a scorer takes it: each sequence is prefilled in a slot of its own and freed."""
+    """The chain as a scorer takes it: each sequence is prefilled in a cache slot, then freed."""
 
     def logits(ids: Sequence[int]) -> Iterator[Array]:
         handle = chain.cache.allocate()

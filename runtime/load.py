@@ -1,7 +1,8 @@
-"""From a build folder to a chain: all is checked, and memory counted, before any of it is taken."""
+"""Opens a build folder as a chain: checks all, and counts memory, before taking any of it."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 from graphs.contract.manifest import Profile
 from graphs.contract.spec import BuildError, BuildSpec
@@ -24,56 +25,83 @@ BackendName = Literal["onnxruntime", "tensorrt"]
 Provider = Literal["cpu", "cuda"]
 
 
-class LoadOptions(TypedDict, total=False):
-    """How a build is opened.
+class OptionError(BuildError):
+    """An option that belongs to another backend than the one that was chosen."""
 
-    backend, provider: what runs the graphs; the provider is ONNX Runtime's. profile: the limits of
-    a step; on TensorRT they are the engines'. engines: their folder, by default the one made for
-    this GPU. rtx: what TensorRT-RTX decides at run time. cache: rows a layer, or memory as "8GiB"
-    or, of what is left free, "90%"; by default room for the profile's batch of sequences, each as
-    long as its context. threads: ONNX Runtime's, 0 for one per core. batch_invariant: whether, on
-    ONNX Runtime, a lone token runs as two rows, so that a request gives, bit for bit, what it gives
-    beside others; it is slower then, and off by default. verify: recompute the checksums of all
-    weight files, not only of small ones.
+    def __init__(self, option: str, owner: BackendName, chosen: BackendName) -> None:
+        super().__init__(f"{option}: expected backend {owner!r}, got {chosen!r}; leave it out")
+        self.option, self.owner, self.chosen = option, owner, chosen
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options of opening a build. Raises OptionError where one is another backend's.
+
+    backend, provider: what runs the graphs; the provider, "cpu" by default, is ONNX Runtime's.
+    profile: the limits of a step on ONNX Runtime; on TensorRT they are the engines'. engines: their
+    folder, by default the one made for this GPU. rtx: what TensorRT-RTX decides at run time. cache:
+    rows a layer, or memory as "8GiB" or, of what is left free, "90%"; by default room for the
+    profile's batch of sequences, each as long as its context. threads: ONNX Runtime's, by default
+    and with 0 one per core. batch_invariant: whether, on ONNX Runtime, a lone token runs as two
+    rows, so that a request gives, bit for bit, what it gives beside others; it is slower then.
+    verify: recompute the checksums of all weight files, not only of small ones.
     """
 
-    backend: BackendName
-    provider: Provider
-    profile: Profile
-    engines: Path
-    rtx: RtxOptions
-    cache: int | str
-    threads: int
-    batch_invariant: bool
-    verify: bool
+    backend: BackendName = "onnxruntime"
+    provider: Provider | None = None
+    profile: Profile | None = None
+    engines: Path | None = None
+    rtx: RtxOptions | None = None
+    cache: int | str | None = None
+    threads: int | None = None
+    batch_invariant: bool = False
+    verify: bool = False
+
+    def __post_init__(self) -> None:
+        for owner, names in _OWN_OPTIONS.items():
+            for name in names:
+                if owner != self.backend and getattr(self, name) is not None:
+                    raise OptionError(name, owner, self.backend)
+
+    @property
+    def limits(self) -> Profile | None:
+        """The limits of a step; None on TensorRT, whose engines have them."""
+        return None if self.backend == "tensorrt" else self.profile or Profile()
 
 
-def load_chain(
-    build: Path, progress: Progress = no_progress, **options: Unpack[LoadOptions]
-) -> Chain:
+_OWN_OPTIONS: dict[BackendName, tuple[str, ...]] = {
+    "onnxruntime": ("provider", "threads", "profile"),
+    "tensorrt": ("engines", "rtx"),
+}
+
+
+def load_chain(build: Path, progress: Progress = no_progress, **options: Any) -> Chain:
+    """Open a build folder with LoadOptions as keywords. Raises as `open_chain`."""
+    return open_chain(build, LoadOptions(**options), progress)
+
+
+def open_chain(build: Path, options: LoadOptions, progress: Progress = no_progress) -> Chain:
     """Open a build folder.
 
     Raises BuildError where it is incomplete, damaged or of another GPU or version; DeviceError
     where there is no GPU, or not the memory; CacheError where the cache would hold too little.
     """
     spec = BuildSpec.load(build)
-    weights = Weights.open(build, spec, options.get("verify", False))
+    weights = Weights.open(build, spec, options.verify)
     backend, profile = _open_backend(build, spec, options)
-    return _assemble(spec, weights, backend, profile, options.get("cache"), progress)
+    return _assemble(spec, weights, backend, profile, options.cache, progress)
 
 
 def _open_backend(build: Path, spec: BuildSpec, options: LoadOptions) -> tuple[Backend, Profile]:
-    if options.get("backend", "onnxruntime") == "tensorrt":
-        if "profile" in options:
-            raise BuildError("profile: on TensorRT it is the engines', found one more")
+    limits = options.limits
+    if limits is None:
         gpu = CudaDevice.open()
-        folder = options.get("engines") or find_engines(build, gpu)
-        engines = TensorRTBackend.open(build, spec, folder, gpu, options.get("rtx"))
+        folder = options.engines or find_engines(build, gpu)
+        engines = TensorRTBackend.open(build, spec, folder, gpu, options.rtx)
         return engines, engines.profile
-    device = HostDevice() if options.get("provider", "cpu") == "cpu" else CudaDevice.open()
-    threads, invariant = options.get("threads", 0), options.get("batch_invariant", False)
-    backend = OnnxRuntimeBackend(build, spec, device, threads, invariant)
-    return backend, options.get("profile", Profile())
+    device = CudaDevice.open() if options.provider == "cuda" else HostDevice()
+    threads, invariant = options.threads or 0, options.batch_invariant
+    return OnnxRuntimeBackend(build, spec, device, threads, invariant), limits
 
 
 def _assemble(
@@ -99,7 +127,7 @@ def _assemble(
 
 
 def cache_row_bytes(spec: BuildSpec) -> int:
-    """Of one token's rows in all layers."""
+    """The bytes of one token's rows in all layers."""
     item = DTYPES[spec.cache_dtype][1].itemsize
     return spec.config.num_hidden_layers * spec.config.cache_width * item
 
@@ -112,5 +140,5 @@ def _cache_rows(spec: BuildSpec, profile: Profile, cache: int | str | None, left
         layers, width = config.num_hidden_layers, config.cache_width
         return rows_within(budget, layers, width, item, [profile.context])
     if cache is not None and cache < 1:
-        raise BudgetError(f"rows for the cache: at least 1 expected, found {cache}")
+        raise BudgetError(f"cache: expected at least 1 row a layer, got {cache}")
     return least_stride(1, cache or profile.batch * stride_for(profile.context))

@@ -1,7 +1,7 @@
 """Replay a build's goldens on a backend: blocks with their routed experts, and the whole chain.
 
-Positions of a case are made as a step makes them and compared first. A MoE block's experts
-run twice: on what the block's graph gave, and fed what the reference gave.
+Positions of a case are made as a step makes them and compared first. A MoE block's experts run
+twice: on the outputs of the block's graph, and on those of the reference.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ END_TO_END = "end_to_end"
 
 
 def runtime_parity(chain: Chain, build: Path) -> Fragment:
-    """All that a build's goldens show of a chain. Raises BuildError where there are none."""
+    """A chain's comparison with its build's goldens. Raises BuildError where there are none."""
     run = _Run(chain)
     for golden in graph_cases(build, chain.spec):
         if golden.metadata["graph"] in ("dense", "moe"):
@@ -65,7 +65,7 @@ def runtime_parity(chain: Chain, build: Path) -> Fragment:
 
 @dataclass
 class _Run:
-    """What was found so far."""
+    """The findings so far."""
 
     chain: Chain
     rows: list[TapComparison] = field(default_factory=list)
@@ -90,18 +90,18 @@ class _Run:
         """Positions, as the chain makes them for a step of this case."""
         expected = golden_inputs(golden)
         positions = expected["positions"]
-        found = step_positions(positions[:, 0], positions.shape[1], self.chain.config)
+        made = step_positions(positions[:, 0], positions.shape[1], self.chain.config)
         exact = ErrorLimit("max", 0.0)
         subject = ComparedTensor(case, "positions", "positions", 0, "input")
-        self.rows.append(compare(subject, found, positions, exact))
-        self.hints += position_hint(case, found, positions)
+        self.rows.append(compare(subject, made, positions, exact))
+        self.hints += position_hint(case, made, positions)
 
     def _experts(self, case: ReplayCase, golden: TensorFile, outputs: dict[str, Array]) -> None:
-        """y of a MoE block, on its own outputs and fed the reference's."""
+        """Compare y of a MoE block, made of the graph's outputs and of the reference's."""
         spec, layer = self.chain.spec, case_layer(case)
         names = ("new", "experts", "expert_weights")
-        found = {name: outputs[name] for name in names}
-        rows, routing = compare_taps(spec, case, spec.graphs["moe"], golden, found)
+        tapped = {name: outputs[name] for name in names}
+        rows, routing = compare_taps(spec, case, spec.graphs["moe"], golden, tapped)
         assert routing is not None
         expected = golden["output.y"].reshape(outputs["acc"].shape)
         y = self._sum(layer, outputs)
@@ -118,7 +118,7 @@ class _Run:
         self.rows.append(compare(_y(replace(case, fed=True)), fed, expected, limit))
 
     def _sum(self, layer: int, outputs: Mapping[str, Array]) -> Array:
-        """y [M,D]: the routed experts on what a MoE block's graph gave."""
+        """y [M,D]: the routed experts on the outputs of a MoE block's graph."""
         backend, h = self.chain.backend, outputs["h"]
         chosen = outputs["experts"], outputs["expert_weights"]
         valid, slots = np.ones(len(h), dtype=bool), self.chain.spec.slots
@@ -126,7 +126,7 @@ class _Run:
         return run_experts(self.chain, layer, groups, h, outputs["acc"])
 
     def _expert_output(self, layer: int) -> ExpertOutput:
-        """What one expert makes of one token."""
+        """A function that runs one expert on one token."""
 
         def output(expert: int, h_1D: Array) -> Array:
             slot = ExpertSlot(expert, np.zeros(1, np.int64), np.ones((1, 1), np.float32))
@@ -138,7 +138,7 @@ class _Run:
         return output
 
     def chain_case(self, golden: TensorFile) -> None:
-        """Prefill of the prompt in one step, then greedy decoding."""
+        """Compare prefill of the prompt in one step, then greedy decoding."""
         chain, case = self.chain, ReplayCase.of(golden)
         ids, expected = golden["prompt_ids"].tolist(), golden["tokens"]
         handle = chain.cache.allocate()
@@ -162,12 +162,14 @@ class _Run:
         subject = ComparedTensor(case, "tokens", "tokens", 2, "output")
         self.rows.append(compare_tokens(subject, list(done.tokens), golden, limit))
 
-    def _free(self, case: ReplayCase, order: int, name: str, found: Array, expected: Array) -> None:
-        """Compare what the chain gave a token each, [M, …], running on its own results."""
+    def _free(
+        self, case: ReplayCase, order: int, name: str, actual: Array, expected: Array
+    ) -> None:
+        """Compare the chain's rows, one a token: [M, …], made from its own earlier results."""
         subject = ComparedTensor(case, name, name, order, "output")
         limit = limit_for(self.chain.spec.precision, name, free=True)
         tap = TapSpec(name, name, name, (), ("M", "W"), "MW")
-        self.rows.append(compare(subject, found, expected, limit, tap))
+        self.rows.append(compare(subject, actual, expected, limit, tap))
 
 
 def run_block(
@@ -177,7 +179,7 @@ def run_block(
     inputs: Mapping[str, Array],
     outputs: Mapping[str, Array],
 ) -> None:
-    """Run a block on host arrays, filling `outputs`; as many sequences at once as a step may take.
+    """Run a block on host arrays, filling `outputs`; as many sequences at once as a step takes.
 
     Several sequences bring one token each, so that every output has a row for each.
     """
@@ -196,7 +198,7 @@ def run_block(
 def run_experts(
     chain: Chain, layer: int, groups: Sequence[Sequence[ExpertSlot]], h_MD: Array, acc_MD: Array
 ) -> Array:
-    """acc and what the experts of `groups` make of h: fp32 [M,D], host arrays all."""
+    """acc plus the outputs of the experts of `groups` on h: fp32 [M,D]; all are host arrays."""
     acc = _placed(chain, acc_MD.astype(np.float32))
     spare = chain.device.zeros(acc_MD.shape, np.dtype(np.float32))
     total, _ = chain.backend.experts(layer, groups, _placed(chain, h_MD), acc, spare)
@@ -210,12 +212,12 @@ def _placed(chain: Chain, array: Array) -> Buffer:
 
 
 def case_layer(case: ReplayCase) -> int:
-    assert case.layer is not None, f"{case.name} is of no layer"
+    assert case.layer is not None, f"{case.name} has no layer"
     return case.layer
 
 
 def _y(case: ReplayCase) -> ComparedTensor:
-    """A MoE block's y, behind the outputs of its graph."""
+    """A MoE block's y, listed after the outputs of its graph."""
     return ComparedTensor(case, "y", SYMBOLS["y"], 1000 * (1 + len(GRAPHS)), "output")
 
 
@@ -224,11 +226,11 @@ def _effect(tie: Tie, y_MD: Array, expected_MD: Array) -> float:
 
 
 def compare_tokens(
-    subject: ComparedTensor, found: list[int], golden: TensorFile, limit: ErrorLimit
+    subject: ComparedTensor, tokens: list[int], golden: TensorFile, limit: ErrorLimit
 ) -> TapComparison:
     """Greedy tokens, equal up to the first whose logit led by less than the limit: a tie."""
     expected = golden["tokens"].tolist()
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(tokens, expected, strict=True)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(expected))
     if same == len(expected):
         return subject.judged(limit, 0.0, 0.0, True, remark=f"{same} of {same} equal")

@@ -1,1 +1,1 @@
-"""What `python -m runtime` asks and shows: options, prompts, results, signals."""
+"""The commands of `python -m runtime`, a module each, and what they share."""

@@ -1,48 +1,90 @@
-"""Options that the runtime's commands share, and what they say about opening a build."""
+"""Groups of options that commands share: a dataclass each, whose fields are the options."""
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from graphs.contract.manifest import Profile
-from runtime.commands.prompts import (
-    PromptRequest,
-    given_file,
-    given_ids,
-    given_messages,
-    given_texts,
-)
-from runtime.load import BackendName, LoadOptions, Provider
+from graphs.contract.spec import BuildError
+from runtime.load import BackendName, LoadOptions, OptionError, Provider
 
-Build = Annotated[Path, typer.Argument(help="Build folder, build/MODEL/PRECISION.")]
-Backend = Annotated[BackendName, typer.Option(help="What runs the graphs.")]
-OnProvider = Annotated[
-    Provider | None,
-    typer.Option("--provider", help="Where ONNX Runtime runs them.", show_default="cpu"),
-]
-Engines = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder of TensorRT's engines.", show_default="the one in BUILD made for this GPU"
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(min=0, help="ONNX Runtime's threads; 0: one per core.", show_default="0"),
-]
-BatchInvariant = Annotated[
-    bool,
-    typer.Option(
-        "--batch-invariant",
-        help="Give each prompt, bit for bit, what it gives beside others; a lone one is slower.",
-    ),
-]
-Verify = Annotated[
-    bool,
-    typer.Option("--verify", help="Recompute the checksums of all weight files, however large."),
-]
+BuildArgument = Annotated[Path, typer.Argument(help="Build folder, build/MODEL/PRECISION.")]
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for every field of its parameters that are dataclasses."""
+    parameters = inspect.signature(command).parameters
+    groups: dict[str, Mapping[str, inspect.Parameter]] = {
+        name: inspect.signature(cast(type, parameter.annotation)).parameters
+        for name, parameter in parameters.items()
+        if is_dataclass(parameter.annotation)
+    }
+    options = [
+        option.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in parameters.items()
+        for option in (groups[name].values() if name in groups else [parameter])
+    ]
+
+    @functools.wraps(command)
+    def expanded(**values: Any) -> None:
+        for name, fields in groups.items():
+            group = parameters[name].annotation
+            values[name] = group(**{field: values.pop(field) for field in fields})
+        command(**values)
+
+    expanded.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    return expanded
+
+
+@dataclass(frozen=True)
+class OpeningOptions:
+    """Options of every command that opens a build."""
+
+    backend: Annotated[BackendName, typer.Option(help="What runs the graphs.")] = "onnxruntime"
+    provider: Annotated[
+        Provider | None, typer.Option(help="Where ONNX Runtime runs them.", show_default="cpu")
+    ] = None
+    engines: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the TensorRT engines.",
+            show_default="the one in BUILD made for this GPU",
+        ),
+    ] = None
+    threads: Annotated[
+        int | None,
+        typer.Option(min=0, help="Threads of ONNX Runtime; 0: one per core.", show_default="0"),
+    ] = None
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Recompute the checksums of all weight files, of any size."),
+    ] = False
+
+    def load_options(self, **more: Any) -> LoadOptions:
+        """Raises BadParameter where an option is another backend's."""
+        try:
+            return LoadOptions(
+                backend=self.backend,
+                provider=self.provider,
+                engines=self.engines,
+                threads=self.threads,
+                verify=self.verify,
+                **more,
+            )
+        except OptionError as e:
+            raise typer.BadParameter(
+                f"--{self.option_name(e.option)} is for --backend {e.owner}, "
+                f"got --backend {e.chosen}"
+            ) from e
+
+    def option_name(self, field: str) -> str:
+        """The command line's name for a field of LoadOptions that was given."""
+        return field
 
 
 def _limit(text: str, default: int) -> Any:
@@ -50,136 +92,43 @@ def _limit(text: str, default: int) -> Any:
     return typer.Option(min=1, help=text, show_default=str(default))
 
 
-Batch = Annotated[int | None, _limit("Sequences that a decode step takes.", Profile.batch)]
-Chunk = Annotated[int | None, _limit("Prompt tokens that a step takes.", Profile.tokens)]
-Context = Annotated[int | None, _limit("Tokens of the longest sequence.", Profile.context)]
-Cache = Annotated[
-    str | None,
-    typer.Option(
-        help="Rows a layer, memory as 8GiB, or of what weights leave free as 90%.",
-        show_default="BATCH sequences of CONTEXT tokens",
-    ),
-]
-Sequences = Annotated[
-    list[int] | None,
-    typer.Option(
-        min=1, help="Sequences of a decode step; may be repeated.", show_default="1 and the most"
-    ),
-]
-Cached = Annotated[
-    list[int] | None,
-    typer.Option(
-        min=0,
-        help="Cached rows of each sequence; may be repeated.",
-        show_default="1000, and CONTEXT less a prompt's chunk",
-    ),
-]
+@dataclass(frozen=True)
+class SizedOptions(OpeningOptions):
+    """Options of opening a build, with the sizes of its cache and of a step."""
 
-PromptTexts = Annotated[
-    list[str] | None, typer.Option("--prompt", help="Text to go on from; may be repeated.")
-]
-PromptIds = Annotated[
-    list[str] | None, typer.Option(help="Token ids instead: 1,2,3; may be repeated.")
-]
-Messages = Annotated[
-    Path | None,
-    typer.Option(help="Chat instead: a JSON list of role and content; -: standard input."),
-]
-PromptsFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="Many instead: a JSON object a line, with prompt, prompt_ids or messages and, where "
-        "they are its own, id, max_new_tokens, temperature, top_k, top_p, min_p, "
-        "repetition_penalty, seed, stop; -: standard input."
-    ),
-]
-MaxNewTokens = Annotated[int, typer.Option(min=1)]
-Temperature = Annotated[float, typer.Option(help="0: the likeliest token.")]
-TopK = Annotated[int, typer.Option(help="Choose among the likeliest so many; 0: among all.")]
-TopP = Annotated[
-    float, typer.Option(help="Among the likeliest that have this probability together.")
-]
-MinP = Annotated[
-    float, typer.Option(help="Among those with this share of the likeliest one's probability.")
-]
-RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1, what was there before is less likely to come again.")
-]
-Seed = Annotated[
-    int, typer.Option(help="The same for each prompt: none depends on what runs beside it.")
-]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends a result; may be repeated.")]
-AsJson = Annotated[
-    bool,
-    typer.Option(
-        "--json",
-        help="Print an object a prompt, one a line: id, prompt_ids, tokens, text, finish_reason, "
-        "error.",
-    ),
-]
-Out = Annotated[
-    Path | None, typer.Option(help="Write those objects to this file when all is done.")
-]
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Size of the cache: rows a layer, memory (8GiB), or a share of what the weights "
+            "leave free (90%).",
+            show_default="BATCH sequences of CONTEXT tokens",
+        ),
+    ] = None
+    context: Annotated[int | None, _limit("Tokens of the longest sequence.", Profile.context)] = (
+        None
+    )
+    batch: Annotated[int | None, _limit("Most sequences of a decode step.", Profile.batch)] = None
+    chunk: Annotated[int | None, _limit("Most prompt tokens of a step.", Profile.tokens)] = None
 
-
-def load_options(
-    backend: BackendName,
-    provider: Provider | None,
-    engines: Path | None,
-    threads: int | None,
-    verify: bool,
-    limits: Mapping[str, int | None] | None = None,
-    cache: str | None = None,
-) -> LoadOptions:
-    """As `load_chain` takes them; `limits`: batch, chunk and context, where they were given.
-
-    `cache`: rows, or memory.
-
-    Raises BadParameter where an option is another backend's.
-    """
-    given = {name: value for name, value in (limits or {}).items() if value is not None}
-    own: dict[BackendName, dict[str, object]] = {
-        "onnxruntime": {"provider": provider, "threads": threads, **given},
-        "tensorrt": {"engines": engines},
-    }
-    for other, values in own.items():
-        foreign = [name for name, value in values.items() if value is not None]
-        if other != backend and foreign:
-            raise typer.BadParameter(
-                f"--{foreign[0]} is for --backend {other}, found with --backend {backend}"
-            )
-    options: LoadOptions = {"backend": backend, "verify": verify}
-    if backend == "onnxruntime":
-        options["provider"] = provider or "cpu"
-        options["threads"] = threads or 0
-        options["profile"] = Profile(
-            batch=given.get("batch", Profile.batch),
-            tokens=given.get("chunk", Profile.tokens),
-            context=given.get("context", Profile.context),
+    def load_options(self, **more: Any) -> LoadOptions:
+        cache = int(self.cache) if self.cache and self.cache.isdecimal() else self.cache
+        profile = Profile(
+            batch=self.batch or Profile.batch,
+            tokens=self.chunk or Profile.tokens,
+            context=self.context or Profile.context,
         )
-    elif engines is not None:
-        options["engines"] = engines
-    if cache is not None:
-        options["cache"] = int(cache) if cache.isdecimal() else cache
-    return options
+        return super().load_options(profile=profile if self._limits else None, cache=cache, **more)
+
+    def option_name(self, field: str) -> str:
+        return self._limits[0] if field == "profile" else field
+
+    @property
+    def _limits(self) -> list[str]:
+        """The limits that were given."""
+        return [n for n in ("context", "batch", "chunk") if getattr(self, n) is not None]
 
 
-def given_prompts(
-    prompt: list[str] | None,
-    prompt_ids: list[str] | None,
-    messages: Path | None,
-    prompts: Path | None,
-) -> list[PromptRequest]:
-    """Raises BadParameter where they are of no kind or of several; PromptError."""
-    if sum(bool(given) for given in (prompt, prompt_ids, messages, prompts)) != 1:
-        raise typer.BadParameter(
-            "exactly one of --prompt, --prompt-ids, --messages and --prompts is needed"
-        )
-    if prompt:
-        return given_texts(prompt)
-    if prompt_ids:
-        return given_ids(prompt_ids)
-    if messages:
-        return given_messages(messages)
-    assert prompts is not None
-    return given_file(prompts)
+def require_writable(out: Path | None) -> None:
+    """Raises BuildError where `--out` cannot name a file."""
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise BuildError(f"--out: expected a file in a folder that exists, got {out}")

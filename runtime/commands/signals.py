@@ -1,21 +1,23 @@
-"""SIGINT and SIGTERM: how a command is stopped from outside, with no traceback."""
+"""SIGINT and SIGTERM stop a command with no traceback."""
 
 import signal
+import sys
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(BaseException):
-    """Raised where the main thread stands when a signal comes; no `except Exception` holds it."""
+    """Raised in the main thread when a signal comes; no `except Exception` catches it."""
 
 
 class Interruption:
-    """For a `with` in the main thread: a signal ends the block, and `received` says which.
+    """A context manager of the main thread: a signal ends the block, and `received` says which.
 
-    At once; or, while it is `patient`, only the second one does: the first is there in `received`
-    for the block to look at where it can stop. Signals that were ignored before stay ignored.
-    Behind a block that a signal ended, a further one kills the process, which is about to end.
+    The first one ends it at once, or, while it is `patient`, the second one: the block then looks
+    for the first in `received` where it can stop. Signals that were ignored before stay ignored.
+    After a block that a signal ended, a further one kills the process, which is about to end.
     """
 
     def __init__(self) -> None:
@@ -44,6 +46,11 @@ class Interruption:
         """A shell's exit status for what a signal ended: 130 for SIGINT, 143 for SIGTERM."""
         assert self.received is not None
         return 128 + self.received
+
+    def leave(self, done: str = "") -> NoReturn:
+        """Say that a signal ended the command, and exit."""
+        print(f"interrupted{done}", file=sys.stderr)
+        sys.exit(self.status)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         noted = self.patient and self.received is None

@@ -1,9 +1,9 @@
-"""From a prompt to a request: its token ids, and which of them end what follows it."""
+"""Makes a request of a prompt: its token ids, and the ids that end the result."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
 
 from graphs.contract.config import ModelConfig
 from graphs.contract.spec import BuildError
@@ -14,16 +14,21 @@ from runtime.tokenizers.base import Tokenizer
 from runtime.tokenizers.chat import Chat, Message
 from runtime.tokenizers.load import load_tokenizer
 
-# Text; token ids as they are to be run; or a chat for the model to answer.
+# Text, token ids, or a chat for the model to answer.
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
-class GenerationOptions(TypedDict, total=False):
-    """How to go on from a prompt; what is left out is as in Request."""
+@dataclass(frozen=True)
+class GenerationOptions:
+    """Settings of a prompt's continuation. Raises RequestError where `stop` is a lone string."""
 
-    max_new_tokens: int
-    sampling: SamplingParams
-    stop: Sequence[str]  # strings that end the text
+    max_new_tokens: int = Request.max_new_tokens
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: Sequence[str] = ()  # strings that end the text
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise RequestError("stop: expected a list of strings, got one string")
 
 
 class Encoder:
@@ -43,20 +48,14 @@ class Encoder:
         except BuildError as e:
             self.no_tokenizer = e
 
-    def request(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Request:
+    def request(self, prompt: Prompt, options: GenerationOptions) -> Request:
         """A prompt as the scheduler takes it.
 
         Raises PromptError or RequestError, and BuildError where it needs a tokenizer, or the role
         tokens of a chat, and the build has none.
         """
-        if isinstance(options.get("stop"), str):
-            raise RequestError("stop: a list of strings expected, found one")
         ids, stops = self._ids(prompt)
-        named: dict[str, Any] = {"stop_ids": stops, "stop_strings": tuple(options.get("stop", ()))}
-        for name in ("max_new_tokens", "sampling"):
-            if name in options:
-                named[name] = options[name]
-        return Request(ids, **named)
+        return Request(ids, options.max_new_tokens, options.sampling, stops, tuple(options.stop))
 
     def needed_tokenizer(self) -> Tokenizer:
         """Raises BuildError where there is none."""
@@ -79,5 +78,5 @@ class Encoder:
             return tuple(self.chat.ids(messages)), self.stop_ids | {self.chat.end}
         ids = tuple(item for item in prompt if isinstance(item, int))
         if len(ids) != len(prompt):
-            raise RequestError("prompt: text, token ids or messages expected, found a mixture")
+            raise RequestError("prompt: expected text, token ids or messages, got a mixture")
         return ids, self.stop_ids

@@ -1,4 +1,4 @@
-"""What is asked of a model, and what came of it."""
+"""A request of a model, and its result."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,15 +10,15 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as it is; says what was expected."""
+    """A request that cannot be served; says what was expected."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to go on from it.
+    """A prompt, and how it is continued.
 
-    The text ends behind a token of `stop_ids` (which is the last of the result's tokens), before
-    one of `stop_strings` (which is left out of its text), or after `max_new_tokens`.
+    The text ends after a token of `stop_ids` (which is the last of the result's tokens), before one
+    of `stop_strings` (which is left out of its text), or after `max_new_tokens`.
     """
 
     prompt: tuple[int, ...]
@@ -30,20 +30,22 @@ class Request:
     def __post_init__(self) -> None:
         """Raises RequestError."""
         if not self.prompt:
-            raise RequestError("prompt: at least one token expected, found none")
+            raise RequestError("prompt: expected at least one token, got none")
         if self.max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens: at least 1 expected, found {self.max_new_tokens}")
+            raise RequestError(f"max_new_tokens: expected at least 1, got {self.max_new_tokens}")
 
     @property
     def final_rows(self) -> int:
-        """Cache rows when its last token has been chosen: that token's own is never computed."""
+        """Cache rows when its last token has been chosen: that token's is never computed."""
         return len(self.prompt) + self.max_new_tokens - 1
 
 
 @dataclass(frozen=True)
 class Update:
-    """A new token, and the text that it let appear: none where a character or a stop string may
-    still become whole; what was held back comes with the last token.
+    """A new token, and the text that appears with it.
+
+    Text is held back while a character or a stop string may still become whole, at most until the
+    last token.
     """
 
     token: int
@@ -55,9 +57,9 @@ OnUpdate = Callable[[Update], None]
 
 @dataclass(frozen=True)
 class Completion:
-    """How a request ended. `text` is None without a tokenizer; `error` belongs to the reason.
+    """A request's result. `text` is None without a tokenizer; `error` is set for reason "error".
 
-    `reused` counts the rows of the prompt that were found in the cache.
+    `reused` counts the rows of the prompt that were in the cache already.
     """
 
     prompt: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""A request that was submitted: what its next steps run, what it has so far, and how it ended."""
+"""A request that was submitted: the ids that are still to be run, its tokens, and its end."""
 
 from dataclasses import dataclass, field
 
@@ -9,12 +9,12 @@ from runtime.serving.text import TextStream
 
 
 class CallbackError(RuntimeError):
-    """A callback of the caller's raised; chained to what it raised."""
+    """A callback of the caller raised; chained to what it raised."""
 
 
 @dataclass
 class RunningRequest:
-    """`pending` are the ids that are still to be run: of the prompt, then its newest token."""
+    """A submitted request; `pending` are the ids still to be run: the prompt's, then the newest."""
 
     ticket: int
     request: Request
@@ -30,12 +30,12 @@ class RunningRequest:
     error: Exception | None = None
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """The first reason stands, but for an error."""
+        """End the request; the first reason stands, except that an error replaces it."""
         if self.ended is None or error is not None:
             self.ended, self.error = reason, error
 
     def advance(self, count: int, logits_V: Array) -> None:
-        """`count` pending ids have been run; where they were the last, choose the next token."""
+        """Drop `count` pending ids that were run; after the last of them, choose the next token."""
         del self.pending[:count]
         if self.pending or self.ended:
             return
@@ -53,7 +53,7 @@ class RunningRequest:
             self.end("length")
         if self.ended:
             text += self.stream.finish()
-        self._tell(Update(token, text))
+        self._notify(Update(token, text))
 
     def completion(self) -> Completion:
         assert self.ended is not None
@@ -62,7 +62,7 @@ class RunningRequest:
             request.prompt, tokens, self.stream.text, self.ended, self.reused, self.error
         )
 
-    def _tell(self, update: Update) -> None:
+    def _notify(self, update: Update) -> None:
         if self.on_update is None:
             return
         try:

@@ -39,7 +39,7 @@ WHOLE = ("top_k", "seed")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request chooses its tokens. Raises SamplingError where a setting is out of range.
+    """Settings of a request's choice of tokens. Raises SamplingError where one is out of range.
 
     At temperature 0 the likeliest token is taken, after the repetition penalty; the filters would
     not change it.
@@ -56,14 +56,14 @@ class SamplingParams:
         for name, (expected, holds) in _LIMITS.items():
             value, kind = getattr(self, name), int if name in WHOLE else (int, float)
             if isinstance(value, bool) or not isinstance(value, kind) or not holds(value):
-                raise SamplingError(f"{name}: {expected} expected, found {value!r}")
+                raise SamplingError(f"{name}: expected {expected}, got {value!r}")
 
 
 class Sampler:
-    """One request's: it remembers the tokens it chose, which the repetition penalty is for too."""
+    """Chooses one request's tokens, and remembers them for the repetition penalty."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
-        """`prompt_ids` are ids of the vocabulary; the repetition penalty counts them as seen."""
+        """`prompt_ids`, below the vocabulary's size, count as seen for the repetition penalty."""
         self.params = params
         self._seen = np.unique(np.asarray(prompt_ids, np.int64))
         self._generator = np.random.default_rng(params.seed)
@@ -92,11 +92,11 @@ def _require_finite(logits_V: Array) -> None:
     finite = np.isfinite(logits_V)
     if not finite.all():
         first = int(finite.argmin())
-        raise SamplingError(f"logits: finite values expected, found {logits_V[first]}, id {first}")
+        raise SamplingError(f"logits: expected finite values, got {logits_V[first]} for id {first}")
 
 
 def _penalise(logits_V: Array, seen: Array, penalty: float) -> None:
-    """Make what was seen less likely, in place; an id seen more than once is penalised once."""
+    """Make seen ids less likely, in place; an id seen more than once is penalised once."""
     logits = logits_V[seen]
     logits_V[seen] = np.where(logits > 0, logits / penalty, logits * penalty)
 
@@ -130,11 +130,11 @@ def _largest(values: Array, count: int) -> Array:
 
 
 def _reaching(weights: Array, share: float) -> int:
-    """How many of the largest weights it takes to reach that share of their sum."""
-    wanted = share * weights.sum()
+    """The number of largest weights that together reach that share of the sum."""
+    target = share * weights.sum()
     first = min(SORTED_FIRST, len(weights))
     for largest in (np.partition(weights, -first)[-first:], weights):
         cumulative = np.sort(largest)[::-1].cumsum()
-        if wanted <= cumulative[-1]:
-            return int(np.searchsorted(cumulative, wanted)) + 1
-    return len(weights)  # where rounding left the last sum below what is wanted
+        if target <= cumulative[-1]:
+            return int(np.searchsorted(cumulative, target)) + 1
+    return len(weights)  # where rounding left the last sum below the target

@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 SCRATCH_BYTES = 2 * 2**30
 SCORE_BUFFERS = 3  # of tokens × keys × heads, in a prefill (graphs/engines/activation_budget.py)
 
-# What a step can fail of without the cache or the other requests being affected.
+# Errors of a step that leave the cache and the other requests as they were.
 FAILURES = (BackendError, StepError, CacheError, DeviceError, SamplingError, MemoryError)
 
 
-_Work = dict[int, tuple[RunningRequest, list[int]]]  # by slot: who is served, with which ids
+_Work = dict[int, tuple[RunningRequest, list[int]]]  # by cache slot: a request, its ids to run
 
 
 class Scheduler:
@@ -51,7 +51,7 @@ class Scheduler:
         token_budget: int | None = None,
         scratch_bytes: int = SCRATCH_BYTES,
     ) -> None:
-        """`token_budget` of a step: by default one prefill and one decode as large as may be.
+        """`token_budget` bounds a step's tokens, by default to one full prefill and one decode.
 
         `scratch_bytes` bounds a prefill's scores. Raises RequestError.
         """
@@ -59,7 +59,7 @@ class Scheduler:
         self.token_budget = token_budget or chain.profile.tokens + chain.profile.batch
         if self.token_budget < 1 or scratch_bytes < 1:
             raise RequestError(
-                f"token_budget, scratch_bytes: at least 1 expected, found {token_budget}, "
+                f"token_budget, scratch_bytes: expected at least 1, got {token_budget}, "
                 f"{scratch_bytes}"
             )
         self.waiting: deque[RunningRequest] = deque()
@@ -74,7 +74,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def submit(self, request: Request, on_update: OnUpdate | None = None) -> int:
-        """A ticket for the request's result. Nothing runs yet.
+        """Queue a request; returns the ticket of its result. Nothing runs yet.
 
         Raises StepError or CacheFullError where model, engines or cache could never hold it,
         RequestError or SamplingError where it makes no sense.
@@ -89,7 +89,7 @@ class Scheduler:
         return self._issued
 
     def cancel(self, ticket: int) -> None:
-        """End a request with what it has; nothing where it has ended already."""
+        """End a request with the tokens it has; does nothing where it has ended already."""
         for item in (*self.waiting, *self.running):
             if item.ticket == ticket:
                 item.end("cancelled")
@@ -113,7 +113,7 @@ class Scheduler:
         return ended
 
     def run(self) -> dict[int, Completion]:
-        """Steps until nothing is left; every result by ticket."""
+        """Step until no request is left; returns every result by ticket."""
         results: dict[int, Completion] = {}
         while self.busy:
             results |= self.step()
@@ -147,11 +147,11 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def _plan(self) -> _Work:
-        """By slot: who is served in this step, and with which of its pending ids."""
+        """The requests that this step serves, by cache slot, each with the ids that it runs."""
         budget = self.token_budget
         work: _Work = {}
-        fair = sorted(self.running, key=lambda r: (len(r.pending) > 1, r.served, r.ticket))
-        for item in fair:
+        in_turn = sorted(self.running, key=lambda r: (len(r.pending) > 1, r.served, r.ticket))
+        for item in in_turn:
             chunk = self._chunk(self.chain.cache.length(item.handle))
             count = min(len(item.pending), budget, chunk)
             if count:
@@ -161,7 +161,7 @@ class Scheduler:
         return work
 
     def _chunk(self, cached: int) -> int:
-        """The most tokens of a prefill on so many cached rows."""
+        """The most tokens of a prefill on `cached` rows."""
         config, item = self.chain.config, self.chain.activation.itemsize
         widened = 4 if self.chain.device.kind == "cpu" else item
         per_score = SCORE_BUFFERS * config.num_attention_heads * widened
@@ -170,7 +170,7 @@ class Scheduler:
         )
 
     def _groups(self, work: _Work) -> list[range]:
-        """Ranges of slots to run, decodes first."""
+        """Ranges of cache slots to run, decodes first."""
         decodes = sorted(slot for slot, (_, ids) in work.items() if len(ids) == 1)
         prefills = [range(slot, slot + 1) for slot, (_, ids) in work.items() if len(ids) > 1]
         cells: dict[int, list[int]] = {}
@@ -182,36 +182,36 @@ class Scheduler:
         return [*spans, *prefills]
 
     def _stride(self, work: _Work) -> int:
-        """The cache's when this step's rows have found room."""
+        """The cache's stride once it holds this step's rows."""
         lengths = self.chain.cache.lengths
         longest = max((lengths[slot] + len(ids) for slot, (_, ids) in work.items()), default=0)
         return max(self.chain.cache.stride, stride_for(longest))
 
     def _run(self, group: range, work: _Work) -> None:
-        """One group; again one by one where it failed as a whole."""
+        """Run one group; where it fails as a whole, run its sequences one by one."""
         decode = len(group) > 1
-        taking = [s for s in group if s in work and (not decode or len(work[s][1]) == 1)]
-        tokens = [work[s][1] if s in taking else [] for s in group]
+        served = [s for s in group if s in work and (not decode or len(work[s][1]) == 1)]
+        tokens = [work[s][1] if s in served else [] for s in group]
         try:
             logits = self.chain.step(tokens, group.start)
         except (NonFiniteError, LogitsError) as e:
-            for slot in taking:
+            for slot in served:
                 if work[slot][0].handle == e.handle:
                     work[slot][0].end("error", e)
         except FAILURES as e:
-            if len(taking) == 1:
-                work[taking[0]][0].end("error", e)
+            if len(served) == 1:
+                work[served[0]][0].end("error", e)
                 return
-            log.warning("%d sequences failed together, now each alone: %s", len(taking), e)
-            for slot in taking:
+            log.warning("%d sequences failed together, now each alone: %s", len(served), e)
+            for slot in served:
                 self._run(range(slot, slot + 1), work)
         else:
-            for slot in taking:
+            for slot in served:
                 item, ids = work[slot]
                 item.advance(len(ids), logits[slot - group.start][-1])
 
     def _retire(self) -> None:
-        """Free what has ended, keeping the rows of what ended well for later prompts."""
+        """Free ended requests; rows of those without an error stay for later prompts."""
         for item in [r for r in self.running if r.ended]:
             self.chain.cache.free(item.handle, keep=item.ended != "error")
             self.running.remove(item)
@@ -222,5 +222,5 @@ class Scheduler:
 
 
 def largest_chunk(cached: int, scores: int) -> int:
-    """The most new tokens S on `cached` rows with S · (cached + S) ≤ scores; at least one."""
+    """The most new tokens S on L = `cached` rows with S · (L + S) ≤ scores; at least one."""
     return max(1, (math.isqrt(cached * cached + 4 * scores) - cached) // 2)

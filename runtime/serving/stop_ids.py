@@ -1,4 +1,4 @@
-"""Which token ids end a text."""
+"""The token ids that end a text."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from runtime.tokenizers.build_json import read_object
 def stop_ids(build: Path, config: ModelConfig) -> frozenset[int]:
     """End-of-text ids of the config and, where there is one, of generation_config.json.
 
-    The two differ in published checkpoints, and either ends a text. Raises BuildError.
+    The two differ in published checkpoints; an id of either ends a text. Raises BuildError.
     """
     path = build / "generation_config.json"
     if not path.is_file():
@@ -20,7 +20,7 @@ def stop_ids(build: Path, config: ModelConfig) -> frozenset[int]:
     for token in listed:
         if type(token) is not int or not 0 <= token < config.vocab_size:
             raise BuildError(
-                f"{path}: eos_token_id: a whole number below vocab_size ({config.vocab_size}), or "
-                f"a list of such, expected, found {eos!r}"
+                f"{path}: eos_token_id: expected a whole number below vocab_size "
+                f"({config.vocab_size}), or a list of them, got {eos!r}"
             )
     return frozenset((*config.eos_token_id, *listed))

@@ -1,4 +1,4 @@
-"""Where a text ends: before the first stop string that becomes whole in it."""
+"""Ends a text before the first stop string that becomes whole in it."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ from runtime.serving.sampling import SamplingError
 
 
 class StopStrings:
-    """Fed a text in pieces, it gives back what may be shown of it.
+    """Takes a text in pieces and returns what may be shown of it.
 
-    The stop string that is whole first ends the text, and of two that are at the same character the
-    longer one; neither depends on how the text was cut. Held back is only what a stop string may
-    still begin with.
+    The stop string that is whole first ends the text; of two whole at the same character, the
+    longer one. Neither depends on how the text was cut. Only text that a stop string may begin with
+    is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -18,7 +18,7 @@ class StopStrings:
         wrong = [stops] if isinstance(stops, str) else [s for s in stops if not _is_stop(s)]
         if wrong:
             raise SamplingError(
-                f"stop strings: a list of strings, none of them empty, expected, found {wrong[0]!r}"
+                f"stop strings: expected a list of strings that are not empty, got {wrong[0]!r}"
             )
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=0)
@@ -26,25 +26,25 @@ class StopStrings:
         self._stopped = False
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """What may be shown now, and whether a stop string was met; after that, nothing."""
+        """The text that may be shown now, and whether a stop string was met; then no more text."""
         if self._stopped:
             return "", True
         text, self._held = self._held + piece, ""
-        found = [(at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0]
-        if found:
+        spans = [(at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0]
+        if spans:
             self._stopped = True
-            return text[: min(found)[1]], True
+            return text[: min(spans)[1]], True
         shown = len(text) - self._pending(text)
         self._held = text[shown:]
         return text[:shown], False
 
     def finish(self) -> str:
-        """What was held back, where the text ended without a stop string."""
+        """The text that was held back, where the text ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _pending(self, text: str) -> int:
-        """How many characters at the end of a text a stop string begins with, at most."""
+        """The most characters at the end of a text that a stop string begins with."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-length:]
             if any(stop.startswith(end) for stop in self._stops):

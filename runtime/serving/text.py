@@ -8,12 +8,12 @@ from runtime.tokenizers.base import Tokenizer
 
 
 class TextStream:
-    """`text` is all that was shown so far; None without a tokenizer, where nothing ever is."""
+    """A request's text; `text` is all that was shown so far, None without a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, stop_strings: Sequence[str]) -> None:
         """Raises RequestError where there are stop strings and no tokenizer to find them with."""
         if stop_strings and tokenizer is None:
-            raise RequestError("stop strings: a tokenizer expected in the build folder, found none")
+            raise RequestError("stop strings: expected a tokenizer in the build folder, got none")
         self.text = None if tokenizer is None else ""
         self._decoder = tokenizer.stream() if tokenizer else None
         self._stops = StopStrings(stop_strings)
@@ -27,7 +27,7 @@ class TextStream:
         return shown, stopped
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         if self._decoder is None or self.text is None:
             return ""
         shown, stopped = self._stops.push(self._decoder.finish())

@@ -1,11 +1,11 @@
-"""Text to token ids and back: what every kind of tokenizer comes down to, and the simplest, bytes.
+"""Text to token ids and back: the form of every tokenizer, and the simplest one, bytes.
 
 All kinds here are byte-level: an id stands for a few bytes of UTF-8, not for characters. So a
 tokenizer is an encoder and a table of those bytes, and decoding, whole or as a stream, is the same
 for all of them.
 
 Special tokens (BOS, the role tokens of a chat) have ids that no text is ever turned into: a prompt
-that spells one out gets the tokens of its letters. Who wants a special token puts its id in.
+that spells one out gets the tokens of its letters. To use a special token, give its id.
 """
 
 import codecs
@@ -16,7 +16,7 @@ from graphs.contract.config import ModelConfig
 
 
 class PromptError(ValueError):
-    """What was to be turned into token ids cannot be; says where, what was expected and found."""
+    """A prompt that cannot become token ids; says where, what was expected and what it got."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,20 @@ class Tokenizer:
             return self.encoder(text)
         except UnicodeEncodeError as e:
             raise PromptError(
-                f"text: UTF-8 expected, found the lone surrogate U+{ord(text[e.start]):04X} (as "
-                f"which a byte that is no UTF-8 is read) at character {e.start}"
+                f"text: expected UTF-8, got the lone surrogate U+{ord(text[e.start]):04X} (a byte "
+                f"that is no UTF-8 is read as one) at character {e.start}"
             ) from e
 
     def spell(self, ids: Iterable[int]) -> bytes:
-        """The bytes that ids print as."""
+        """The bytes of ids."""
         return b"".join(self.pieces[i] for i in ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text that ids print as; U+FFFD stands for what is no UTF-8."""
+        """The text of ids; U+FFFD stands for bytes that are no UTF-8."""
         return self.spell(ids).decode(errors="replace")
 
     def stream(self) -> "TokenDecoder":
-        """Decodes one sequence as it comes."""
+        """A decoder of one sequence, token by token."""
         return TokenDecoder(self.pieces, codecs.getincrementaldecoder("utf-8")(errors="replace"))
 
 
@@ -67,12 +67,12 @@ class TokenDecoder:
         return self.decoder.decode(self.pieces[token])
 
     def finish(self) -> str:
-        """What is left: U+FFFD where the sequence ended within a character, else nothing."""
+        """The rest: U+FFFD where the sequence ended within a character, else nothing."""
         return self.decoder.decode(b"", final=True)
 
 
 def byte_tokenizer(config: ModelConfig) -> Tokenizer:
-    """Ids 0–255 are bytes, a prompt starts with BOS, and whatever lies above is special.
+    """Ids 0–255 are bytes, higher ids are special, and a prompt starts with BOS.
 
     Bytes that are no UTF-8 may come as the lone surrogates that Python reads them as.
     """

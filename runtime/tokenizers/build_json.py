@@ -1,4 +1,4 @@
-"""JSON files that a checkpoint brought into the build folder."""
+"""JSON files of a checkpoint in the build folder."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,9 @@ from graphs.contract.spec import BuildError
 def read_object(path: Path) -> dict[str, Any]:
     """The file's JSON object. Raises BuildError."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as e:
-        raise BuildError(f"{path}: a JSON object expected, not readable as one: {e}") from e
-    if not isinstance(found, dict):
-        raise BuildError(f"{path}: a JSON object expected, found {type(found).__name__}")
-    return found
+        raise BuildError(f"{path}: expected a JSON object, got no JSON: {e}") from e
+    if not isinstance(content, dict):
+        raise BuildError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content

@@ -1,4 +1,4 @@
-"""Which kind of tokenizer a build has."""
+"""Opens a build's tokenizer, whatever its kind."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from runtime.tokenizers.tokenizer_json import json_tokenizer
 def load_tokenizer(build: Path, config: ModelConfig) -> Tokenizer:
     """The tokenizer of the build's files; bytes where there is no file. Raises BuildError.
 
-    Of two kinds at once, Kimi's own class reads tiktoken.model and never the other; any other class
-    is refused, since the two files may differ.
+    Where files of two kinds are there, Kimi's class reads tiktoken.model; any other class is
+    refused, since the two files may differ.
     """
     folder = build / "tokenizer"
     tiktoken, exported = folder / "tiktoken.model", folder / "tokenizer.json"
@@ -23,9 +23,8 @@ def load_tokenizer(build: Path, config: ModelConfig) -> Tokenizer:
     kind = settings.get("tokenizer_class")
     if tiktoken.is_file() and exported.is_file() and kind != TIKTOKEN_CLASS:
         raise BuildError(
-            f"{folder}: both tiktoken.model and tokenizer.json, and {settings_file.name} with "
-            f"tokenizer_class {TIKTOKEN_CLASS!r}, which reads the former, expected to decide; "
-            f"found {kind!r}; remove one of the two"
+            f"{settings_file}: tokenizer_class: expected {TIKTOKEN_CLASS!r}, since both "
+            f"tiktoken.model and tokenizer.json are there, got {kind!r}; remove one of the two"
         )
     if tiktoken.is_file():
         return tiktoken_tokenizer(tiktoken, settings_file, settings, config.vocab_size)
@@ -33,9 +32,11 @@ def load_tokenizer(build: Path, config: ModelConfig) -> Tokenizer:
         return json_tokenizer(exported, settings_file, settings, config.vocab_size)
     if files := sorted(p.name for p in folder.glob("*")):
         raise BuildError(
-            f"{folder}: tiktoken.model or tokenizer.json expected, found {', '.join(files)} only; "
-            "without a tokenizer, token ids go in with --prompt-ids"
+            f"{folder}: expected tiktoken.model or tokenizer.json, got only {', '.join(files)}; "
+            "without a tokenizer, give token ids with --prompt-ids"
         )
     if config.vocab_size < 256:
-        raise BuildError(f"{build}: bytes need a vocabulary of 256, found {config.vocab_size}")
+        raise BuildError(
+            f"{build}: vocab_size: expected at least 256, one id a byte, got {config.vocab_size}"
+        )
     return byte_tokenizer(config)

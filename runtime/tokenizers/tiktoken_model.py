@@ -5,7 +5,7 @@ letters go in words that change at most once from upper to lower case, digits in
 rank is both its id and the priority of the merge that makes it.
 
 The file holds no special tokens. They have the ids above the ranks, named by tokenizer_config.json
-or, where it is silent, `<|reserved_token_ID|>`. Kimi's class (`TikTokenTokenizer`,
+or, where that has no name, `<|reserved_token_ID|>`. Kimi's class (`TikTokenTokenizer`,
 tokenization_kimi.py) reserves 258 of them, K2's embedding has rows for 256; here the embedding
 decides, and a named token beyond it is refused. That class adds no BOS, and neither do we.
 """
@@ -47,13 +47,13 @@ def tiktoken_tokenizer(
     """Read `tiktoken.model` with the content of tokenizer_config.json. Raises BuildError."""
     if (kind := settings.get("tokenizer_class")) != TIKTOKEN_CLASS:
         raise BuildError(
-            f"{settings_file}: tokenizer_class {TIKTOKEN_CLASS!r} expected beside {path.name}, "
-            f"since that file holds no split pattern, found {kind!r}"
+            f"{settings_file}: tokenizer_class: expected {TIKTOKEN_CLASS!r}, whose split pattern "
+            f"{path.name} needs, got {kind!r}"
         )
     ranks = read_ranks(path)
     if len(ranks) > vocab_size:
         raise BuildError(
-            f"{path}: ids below vocab_size ({vocab_size}) expected, found {len(ranks) - 1}"
+            f"{path}: expected ids below vocab_size ({vocab_size}), got {len(ranks) - 1}"
         )
     names, silent = special_tokens(settings_file, settings, len(ranks), vocab_size)
     pieces = [b""] * vocab_size
@@ -74,24 +74,24 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         token, rank = _entry(path, number, line)
         if rank in lines:
             raise BuildError(
-                f"{path}: line {number}: a rank of its own expected, found {rank}, which line "
-                f"{lines[rank]} has"
+                f"{path}: line {number}: expected a rank that no other line has, got {rank}, which "
+                f"line {lines[rank]} has"
             )
         if token in ranks:
             raise BuildError(
-                f"{path}: line {number}: a token of its own expected, found {token!r}, which line "
-                f"{lines[ranks[token]]} has"
+                f"{path}: line {number}: expected a token that no other line has, got {token!r}, "
+                f"which line {lines[ranks[token]]} has"
             )
         ranks[token], lines[rank] = rank, number
     for rank in range(len(ranks)):
         if rank not in lines:
             raise BuildError(
-                f"{path}: ranks 0 to {len(ranks) - 1} expected for {len(ranks)} tokens, {rank} "
-                f"not found"
+                f"{path}: expected ranks 0 to {len(ranks) - 1} for {len(ranks)} tokens, got none "
+                f"with {rank}"
             )
     for value in range(256):
         if bytes([value]) not in ranks:
-            raise BuildError(f"{path}: all 256 single bytes expected, 0x{value:02x} not found")
+            raise BuildError(f"{path}: expected all 256 single bytes, got none for 0x{value:02x}")
     return ranks
 
 
@@ -104,7 +104,7 @@ def _entry(path: Path, number: int, line: bytes) -> tuple[bytes, int]:
         return token, int(rank)
     except ValueError as e:
         raise BuildError(
-            f"{path}: line {number}: a token in base64 and its rank expected, found "
+            f"{path}: line {number}: expected a token in base64 and its rank, got "
             f"{line[:80].decode(errors='replace')!r} ({e})"
         ) from e
 
@@ -120,7 +120,7 @@ def special_tokens(
     added = settings.get("added_tokens_decoder")
     if not isinstance(added, dict):
         raise BuildError(
-            f"{path}: added_tokens_decoder: an object expected, found {type(added).__name__}"
+            f"{path}: added_tokens_decoder: expected an object, got {type(added).__name__}"
         )
     names = {i: f"<|reserved_token_{i}|>" for i in range(first, vocab_size)}
     silent = set(names)
@@ -130,13 +130,13 @@ def special_tokens(
                 pass
             case _:
                 raise BuildError(
-                    f"{path}: added_tokens_decoder: {key}: an object with content and special "
-                    f"expected, found {entry!r}"
+                    f"{path}: added_tokens_decoder: {key}: expected an object with content and "
+                    f"special, got {entry!r}"
                 )
         if not (key.isascii() and key.isdigit() and int(key) in names):
             raise BuildError(
-                f"{path}: added_tokens_decoder: ids {first} to {vocab_size - 1} expected (above "
-                f"the ranks, below vocab_size), found {key!r} for {content!r}"
+                f"{path}: added_tokens_decoder: expected ids {first} to {vocab_size - 1} (above "
+                f"the ranks, below vocab_size), got {key!r} for {content!r}"
             )
         names[int(key)] = content
         if not special:
@@ -145,14 +145,14 @@ def special_tokens(
     for i, name in names.items():
         if ids[name] != i:
             raise BuildError(
-                f"{path}: added_tokens_decoder: one id for a token expected, found {i} and "
+                f"{path}: added_tokens_decoder: expected one id for a token, got {i} and "
                 f"{ids[name]} for {name!r}"
             )
     return ids, frozenset(silent)
 
 
 def _encoder(name: str, ranks: dict[bytes, int]) -> Callable[[str], list[int]]:
-    """tiktoken's BPE over PATTERN; it is told of no special token, so it can make none."""
+    """tiktoken's BPE over PATTERN; it knows no special token, so it can make none."""
     import tiktoken  # only here: other kinds run without it
 
     encoding = tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})

@@ -4,8 +4,8 @@ Only byte-level tokenizers are read, by the file's decoder: the letters of a tok
 (GPT-2's alphabet), so a token's bytes are known and the rest is shared with the other kinds.
 
 Added tokens are kept out of text, whatever the file says of them: DeepSeek calls its role tokens
-not special, and `tokenizers` would make them of any text that spells them. When decoding, the
-file's word holds: special tokens print as nothing, other added ones as their name.
+not special, and `tokenizers` would make them from any text that spells them. When decoding, the
+file decides: special tokens print as nothing, other added ones as their name.
 """
 
 import json
@@ -29,16 +29,16 @@ def json_tokenizer(
     added = _added_tokens(path, raw)
     silent = {entry["content"] for entry in added if entry["special"]}
     if not _is_byte_level(raw.get("decoder")):
-        raise BuildError(f"{path}: decoder: ByteLevel expected, found {raw.get('decoder')!r}")
+        raise BuildError(f"{path}: decoder: expected ByteLevel, got {raw.get('decoder')!r}")
     pipeline = _pipeline(path, {**raw, "added_tokens": added})
     vocabulary = pipeline.get_vocab(with_added_tokens=True)
     for letter, byte in _BYTES.items():
         if letter not in vocabulary:  # `tokenizers` would leave such a byte out
-            raise BuildError(f"{path}: all 256 single bytes expected, 0x{byte:02x} not found")
+            raise BuildError(f"{path}: expected all 256 single bytes, got none for 0x{byte:02x}")
     name, highest = max(vocabulary.items(), key=lambda item: item[1])
     if highest >= vocab_size:
         raise BuildError(
-            f"{path}: ids below vocab_size ({vocab_size}) expected, found {highest} for {name!r}"
+            f"{path}: expected ids below vocab_size ({vocab_size}), got {highest} for {name!r}"
         )
     pieces = [b""] * vocab_size
     for token, token_id in vocabulary.items():
@@ -56,7 +56,7 @@ def _added_tokens(path: Path, raw: Mapping[str, Any]) -> list[dict[str, Any]]:
             case {"content": str(), "special": bool(), "id": int()}:
                 continue
         raise BuildError(
-            f"{path}: added_tokens: a list of objects with id, content and special expected, found "
+            f"{path}: added_tokens: expected a list of objects with id, content and special, got "
             f"{entry!r}"
         )
     return list(added)
@@ -77,7 +77,9 @@ def _pipeline(path: Path, raw: Mapping[str, Any]) -> "tokenizers.Tokenizer":
     try:
         pipeline = tokenizers.Tokenizer.from_str(json.dumps({**raw, "added_tokens": special}))
     except Exception as e:  # the package raises nothing narrower
-        raise BuildError(f"{path}: not a tokenizer that `tokenizers` can read: {e}") from e
+        raise BuildError(
+            f"{path}: expected a file that `tokenizers` can read, got an error: {e}"
+        ) from e
     pipeline.encode_special_tokens = True  # as text, that is
     pipeline.no_truncation()
     pipeline.no_padding()
@@ -93,7 +95,7 @@ def _encoder(
         text.encode()  # `tokenizers` refuses lone surrogates as "not a str"
         ids: list[int] = pipeline.encode(text, add_special_tokens=False).ids
         if made := forbidden.intersection(ids):
-            raise BuildError(f"{path}: no added token expected from text, found id {min(made)}")
+            raise BuildError(f"{path}: expected no added token from text, got id {min(made)}")
         return ids
 
     return encode
@@ -106,14 +108,14 @@ def _bos(
     settings: Mapping[str, Any],
     special: Mapping[str, int],
 ) -> tuple[int, ...]:
-    """What stands before a prompt: `add_bos_token` decides, where it is absent the post-processor.
+    """The ids before a prompt, set by `add_bos_token`, or by the post-processor without it.
 
     DeepSeek's post-processors add nothing; V3 gets its BOS from `add_bos_token`, V4 has none.
     """
     if settings.get("add_eos_token"):
         raise BuildError(
-            f"{settings_file}: add_eos_token: false expected, since a prompt is to be continued, "
-            f"found {settings['add_eos_token']!r}"
+            f"{settings_file}: add_eos_token: expected false, since a prompt is to be continued, "
+            f"got {settings['add_eos_token']!r}"
         )
     match settings.get("add_bos_token"):
         case False:
@@ -123,8 +125,8 @@ def _bos(
             name = bos.get("content") if isinstance(bos, dict) else bos
             if not isinstance(name, str) or name not in special:
                 raise BuildError(
-                    f"{settings_file}: bos_token: an added token of {path.name} expected, since "
-                    f"add_bos_token is true, found {bos!r}"
+                    f"{settings_file}: bos_token: expected an added token of {path.name}, since "
+                    f"add_bos_token is true, got {bos!r}"
                 )
             return (special[name],)
         case None:
@@ -132,13 +134,13 @@ def _bos(
             bos_ids = whole[: len(whole) - len(text)]
             if whole != bos_ids + text:
                 raise BuildError(
-                    f"{path}: post_processor: nothing behind the text expected, found ids {whole} "
+                    f"{path}: post_processor: expected nothing after the text, got ids {whole} "
                     f"for a text of {text}"
                 )
             return tuple(bos_ids)
         case other:
             raise BuildError(
-                f"{settings_file}: add_bos_token: true or false expected, found {other!r}"
+                f"{settings_file}: add_bos_token: expected true or false, got {other!r}"
             )
 
 

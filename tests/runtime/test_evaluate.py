@@ -127,10 +127,10 @@ def test_divergence_is_that_of_the_softmax() -> None:
 def test_a_scores_file_is_what_was_scored(tmp_path: Path) -> None:
     scores = Scores.from_logits([(np.arange(12), random_logits(12, 20))], 34)
     scores.save(tmp_path / "scores")
-    found = Scores.load(tmp_path / "scores")
-    assert found.text_bytes == 34
+    loaded = Scores.load(tmp_path / "scores")
+    assert loaded.text_bytes == 34
     for name in ("tokens", "nats", "top", "margin"):
-        assert np.array_equal(getattr(found, name), getattr(scores, name))
+        assert np.array_equal(getattr(loaded, name), getattr(scores, name))
     with pytest.raises(BuildError, match=r"content: expected 'scores of a text.*', got None"):
         Scores.load(NANO / "model-00001-of-000002.safetensors")
 
@@ -138,7 +138,7 @@ def test_a_scores_file_is_what_was_scored(tmp_path: Path) -> None:
 def test_comparison_counts_other_likeliest_tokens_and_by_how_much_they_led() -> None:
     targets, logits = np.arange(12), random_logits(12, 20)
     reference = Scores.from_logits([(targets, logits)], 12)
-    assert reference.against(reference) == scoring.Comparison(0, 1, 0)
+    assert reference.against(reference) == scoring.ScoreComparison(0, 1, 0)
     logits[[2, 5], (reference.top[[2, 5]] + 1) % 20] = 50
     compared = Scores.from_logits([(targets, logits)], 12).against(reference)
     assert compared.agreement == pytest.approx(10 / 12) and compared.change > 0
@@ -178,9 +178,9 @@ def test_bits_of_tokens_that_are_not_bytes(chain: Chain, checkpoint: Checkpoint)
         with torch.no_grad():
             scores = model(torch.tensor([[256, *part[:-1]]]))[0].log_softmax(-1)
         nats -= float(scores[range(len(part)), part][scored - start :].sum())
-    found = evaluate(chain, tokenizer, text.encode(), window)
-    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
-    assert found.bits_per_token == pytest.approx(nats / math.log(2) / len(tokens), rel=1e-5)
+    whole = evaluate(chain, tokenizer, text.encode(), window)
+    assert whole.bits_per_byte == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
+    assert whole.bits_per_token == pytest.approx(nats / math.log(2) / len(tokens), rel=1e-5)
     assert not chain.cache.handles
 
 
@@ -188,9 +188,9 @@ def test_bits_are_of_the_text_that_was_given(chain: Chain) -> None:
     tokenizer = byte_tokenizer(chain.config)
     assert 0 < evaluate(chain, tokenizer, b"\xff is no UTF-8").bits_per_byte < 40
     lower = Tokenizer(lambda text: [*text.lower().encode()], tokenizer.pieces, {}, ())
-    with pytest.raises(StepError, match="text: tokens that spell it expected"):
+    with pytest.raises(StepError, match="text: expected tokens that spell it"):
         evaluate(chain, lower, b"And")
-    with pytest.raises(StepError, match="at least one byte"):
+    with pytest.raises(StepError, match="text: expected at least one byte"):
         evaluate(chain, tokenizer, b"")
 
 
@@ -255,11 +255,11 @@ def int4(nano: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_experts_alone_are_int4_within_half_a_step(int4: Path, checkpoint: Checkpoint) -> None:
-    found = Checkpoint.open(int4 / "checkpoint")
-    assert isinstance(found.config.quantization, Int4Groups)
-    assert found.config.quantization.group_size == 16
-    for name in found.shapes:
-        stored, original = found.wide(name), checkpoint.wide(name)
+    stored_as = Checkpoint.open(int4 / "checkpoint")
+    assert isinstance(stored_as.config.quantization, Int4Groups)
+    assert stored_as.config.quantization.group_size == 16
+    for name in stored_as.shapes:
+        stored, original = stored_as.wide(name), checkpoint.wide(name)
         error = (stored - original).abs()
         if is_routed(name):
             steps = original.view(len(original), -1, 16).abs().amax(-1, keepdim=True) / 7

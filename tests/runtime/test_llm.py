@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,10 +37,10 @@ def test_the_example_of_the_readme(nano: Build) -> None:
 
 
 def test_generate_answers_every_prompt_in_order(llm: LLM) -> None:
-    prompts = ["And it came to pass", prompt(0, 30), "In the beginning"]
-    found = llm.generate(prompts, max_new_tokens=6)
+    prompts: list[str | Sequence[int]] = ["And it came to pass", prompt(0, 30), "In the beginning"]
+    results = llm.generate(prompts, max_new_tokens=6)
     assert llm.encoder.tokenizer is not None
-    for given, done in zip(prompts, found, strict=True):
+    for given, done in zip(prompts, results, strict=True):
         ids = llm.encoder.tokenizer.encode(given) if isinstance(given, str) else given
         expected = run_alone(llm.chain, Request(tuple(ids), 6)).tokens
         assert list(done.tokens) == expected and done.text == bytes(expected).decode()
@@ -85,11 +86,11 @@ def test_one_that_can_never_run_stops_all_before_anything_runs(llm: LLM) -> None
         llm.generate(["And", "And"], max_new_tokens=5000)
     with pytest.raises(StepError, match="token 999"):
         llm.generate(["And", [1, 999]])
-    with pytest.raises(RequestError, match="found a mixture"):
+    with pytest.raises(RequestError, match="got a mixture"):
         llm.generate([[1, "a"]])  # type: ignore[list-item]
-    with pytest.raises(RequestError, match="a list of prompts"):
+    with pytest.raises(RequestError, match="expected a list of prompts"):
         llm.generate("And it came")
-    with pytest.raises(RequestError, match="a list of strings"):
+    with pytest.raises(RequestError, match="expected a list of strings"):
         llm.generate(["And"], stop="abc")
     assert not llm.scheduler.busy and llm.chain.cache.stats.tokens_committed == 0
 

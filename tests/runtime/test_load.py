@@ -1,6 +1,7 @@
 """Opening a build: how large the cache becomes, and what is refused before memory is taken."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from graphs.contract.manifest import Profile
 from graphs.contract.spec import BuildSpec
 from runtime.cache.budget import BudgetError
 from runtime.devices.base import DeviceError, HostDevice
-from runtime.load import cache_row_bytes, load_chain
+from runtime.load import LoadOptions, OptionError, cache_row_bytes, load_chain
 from tests.support.builds import Build
 
 SMALL = Profile(batch=4, tokens=32, context=200)
@@ -38,7 +39,7 @@ def test_a_share_is_of_what_the_buffers_leave_free(
 @pytest.mark.parametrize(
     ("cache", "expected"),
     [
-        (0, "at least 1 expected, found 0"),
+        (0, "expected at least 1 row a layer, got 0"),
         ("100kB", r"got 100,000 bytes, 0 rows of 4 layers × 144 × 4 bytes = 2,304 bytes$"),
         ("lots", "bytes such as 2GiB"),
     ],
@@ -65,6 +66,20 @@ def test_no_gpu_is_one_error(nano: Build, monkeypatch: pytest.MonkeyPatch) -> No
 
     built = SimpleNamespace(is_built=lambda: False)
     monkeypatch.setattr(torch.backends, "cuda", built)
-    for options in ({"backend": "tensorrt"}, {"provider": "cuda"}):
+    cases: list[dict[str, Any]] = [{"backend": "tensorrt"}, {"provider": "cuda"}]
+    for options in cases:
         with pytest.raises(DeviceError, match="built without CUDA"):
-            load_chain(nano("fp32"), **options)  # type: ignore[arg-type]
+            load_chain(nano("fp32"), **options)
+
+
+def test_an_option_of_another_backend_is_refused() -> None:
+    for backend, options in (
+        ("tensorrt", {"profile": SMALL}),
+        ("tensorrt", {"threads": 0}),
+        ("onnxruntime", {"engines": "e"}),
+    ):
+        given: dict[str, Any] = {"backend": backend, **options}
+        (name,) = options
+        with pytest.raises(OptionError, match=f"{name}: expected backend .*, got '{backend}'"):
+            LoadOptions(**given)
+    assert LoadOptions(backend="tensorrt").limits is None and LoadOptions().limits == Profile()

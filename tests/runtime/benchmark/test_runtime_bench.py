@@ -423,7 +423,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     def run(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["runtime", "bench", *map(str, arguments)])
         with pytest.raises(SystemExit) as left:
-            cli.run(command_line.app, *command_line.ENDING)
+            command_line.run(command_line.app, find_errors=command_line.error_types)
         return int(left.value.code or 0), *capsys.readouterr()
 
     return run
@@ -464,7 +464,7 @@ def test_the_command_on_the_cpu_has_one_clock_and_no_floor(nano: Build, command:
     ("given", "expected"),
     [
         (("--cached", "9000"), "nothing to measure"),
-        (("--out", "absent/bench.json"), "a file in a folder that exists expected for --out"),
+        (("--out", "absent/bench.json"), "--out: expected a file in a folder that exists"),
         (("--cache", "9bananas"), "9bananas"),
     ],
 )

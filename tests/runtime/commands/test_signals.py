@@ -1,21 +1,25 @@
 """SIGINT and SIGTERM: while loading and while generating, at the first and at the second."""
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from runtime.__main__ import app
+from runtime.backends.onnxruntime import OnnxRuntimeBackend
 from runtime.commands.signals import SIGNALS, Interruption, without_traceback
-from tests.support.builds import NANO, Build
+from runtime.step.chain import Chain
+from tests.support.builds import ROOT, Build
 
 PROMPT = "And it came to pass"
-LONG = ("--max-new-tokens", "4000", "--threads", "1")  # takes half a minute
 WITHIN = 30  # seconds, of what takes one
 
 
@@ -30,7 +34,10 @@ def handlers() -> list[object]:
 @pytest.fixture(autouse=True)
 def _usual_handlers() -> Iterator[None]:
     """As a process has them that ignores neither, whatever this one is told."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    usual: dict[signal.Signals, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
     for number, handler in before.items():
@@ -93,110 +100,85 @@ def test_without_traceback() -> None:
     assert handlers() == [signal.SIG_DFL, signal.SIG_DFL]
 
 
-@contextmanager
-def started(*command: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that hears SIGINT even where this one does not, as in a shell's background."""
-    process = subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=NANO.parent.parent,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+def generate(build: Path, *arguments: str | Path) -> Result:
+    """`python -m runtime generate` in this process."""
+    return CliRunner().invoke(app, ["generate", str(build), *map(str, arguments)])
 
 
-def generating(build: Path, *arguments: str | Path) -> tuple[str | Path, ...]:
-    return ("-m", "runtime", "generate", build, *arguments)
+def before_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
+    """Act before the chain's step of this number, counted from 0."""
+    step, steps = Chain.step, itertools.count()
 
+    def acting(chain: Chain, *arguments: Any) -> Any:
+        if next(steps) == number:
+            act()
+        return step(chain, *arguments)
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit status, and what was left on standard output and error."""
-    out, err = process.communicate(timeout=WITHIN)
-    return process.returncode, out, err
-
-
-PLANTED = """
-import time
-from runtime.__main__ import main
-from runtime.backends.onnxruntime import OnnxRuntimeBackend
-from runtime.step.chain import Chain
-
-def hang(*arguments):
-    print("hanging", flush=True)
-    while True:  # awake: of two signals at once another thread may get the second
-        time.sleep(0.01)
-
-{plant}
-main()
-"""
-
-
-def hanging(plant: str, build: Path, *arguments: str | Path) -> tuple[str | Path, ...]:
-    """The command line, hanging where `plant` puts it."""
-    return ("-c", PLANTED.format(plant=plant), *generating(build, *arguments)[2:])
+    monkeypatch.setattr(Chain, "step", acting)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_while_loading(nano: Build, tmp_path: Path, number: signal.Signals) -> None:
-    given = ("--prompt", PROMPT, "--out", tmp_path / "out.jsonl")
-    plant = "OnnxRuntimeBackend.load_weights = hang"
-    with started(*hanging(plant, nano("fp32"), *given)) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "hanging\n"
-        process.send_signal(number)
-        assert ended(process) == (128 + number, "", "interrupted: 0 of 1 finished\n")
+def test_while_loading(
+    nano: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(OnnxRuntimeBackend, "load_weights", lambda *arguments: kill(number))
+    done = generate(nano("fp32"), "--prompt", PROMPT, "--out", tmp_path / "out.jsonl")
+    assert (done.exit_code, done.stdout) == (128 + number, "")
+    assert done.stderr == "interrupted: 0 of 1 finished\n"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_while_a_text_is_streamed(nano: Build, tmp_path: Path) -> None:
+    """In a process, with a signal from outside."""
     out = tmp_path / "out.jsonl"
-    with started(*generating(nano("fp32"), "--prompt", PROMPT, *LONG, "--out", out)) as process:
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "4000", "--threads", "1", "--out", out)
+    with subprocess.Popen(
+        [sys.executable, "-m", "runtime", "generate", nano("fp32"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
         assert process.stdout is not None
         begun = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        status, text, errors = ended(process)
-    assert (status, errors) == (130, "interrupted: 0 of 1 finished\n")
+        text, errors = process.communicate(timeout=WITHIN)
+    assert (process.returncode, errors) == (130, "interrupted: 0 of 1 finished\n")
     assert begun and text.endswith("\n") and len(text) < 4000
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_finished_is_printed_and_saved(nano: Build, tmp_path: Path) -> None:
+def test_what_is_finished_is_printed_and_saved(
+    nano: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first and the last of three, of which the last waits behind the second to be printed."""
-    asked, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    before_step(monkeypatch, 6, lambda: kill(signal.SIGTERM))
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lengths = {"first": 3, "long": 4000, "last": 2}
     lines = [{"prompt": PROMPT, "id": i, "max_new_tokens": n} for i, n in lengths.items()]
-    asked.write_text("\n".join(map(json.dumps, lines)))
-    arguments = ("--prompts", asked, "--threads", "1", "--json", "--out", out)
-    with started(*generating(nano("fp32"), *arguments)) as process:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        process.send_signal(signal.SIGTERM)
-        status, rest, errors = ended(process)
-    assert (status, errors) == (143, "interrupted: 2 of 3 finished\n")
-    printed = [json.loads(line) for line in (first, *rest.splitlines())]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    done = generate(nano("fp32"), "--prompts", path, "--threads", "1", "--json", "--out", out)
+    assert (done.exit_code, done.stderr) == (143, "interrupted: 2 of 3 finished\n")
+    printed = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(r["id"], len(r["tokens"])) for r in printed] == [("first", 3), ("last", 2)]
-    assert out.read_text() == first + rest
+    assert out.read_text() == done.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl"]
 
 
-def test_the_second_signal_ends_a_step(nano: Build, tmp_path: Path) -> None:
-    """One prompt ends with its prefill; the other one's first decode hangs. Both come at once."""
-    asked, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+def test_the_second_signal_ends_a_step(
+    nano: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One prompt ends with its prefill; two signals come in the other one's first decode."""
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lines = [{"prompt": PROMPT, "max_new_tokens": n} for n in (1, 2)]
-    asked.write_text("\n".join(map(json.dumps, lines)))
-    plant = "step, Chain.step = Chain.step, lambda *a: step(*a) if len(a[1][0]) > 1 else hang()"
-    given = ("--prompts", asked, "--json", "--out", out)
-    with started(*hanging(plant, nano("fp32"), *given)) as process:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        assert process.stdout.readline() == "hanging\n"
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGTERM)
-        assert ended(process) == (143, "", "interrupted: 1 of 2 finished\n")
-    assert out.read_text() == first and json.loads(first)["id"] == 1
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+    def kill_twice() -> None:
+        kill(signal.SIGINT)
+        kill(signal.SIGTERM)
+        pytest.fail("the step went on")
+
+    before_step(monkeypatch, 2, kill_twice)
+    done = generate(nano("fp32"), "--prompts", path, "--json", "--out", out)
+    assert (done.exit_code, done.stderr) == (143, "interrupted: 1 of 2 finished\n")
+    assert out.read_text() == done.stdout and json.loads(done.stdout)["id"] == 1

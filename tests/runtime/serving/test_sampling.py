@@ -56,7 +56,7 @@ def test_settings_out_of_range_are_refused_by_name(
     name: str, wrong: list[Any], right: list[Any]
 ) -> None:
     for value in [*wrong, True, False, math.nan, math.inf, -math.inf]:
-        expected = rf"^{name}: a .*number.* expected, found {value!r}$"
+        expected = rf"^{name}: expected a .*number.*, got {value!r}$"
         with pytest.raises(SamplingError, match=expected):
             SamplingParams(**{name: value})
     for value in right:
@@ -110,8 +110,8 @@ def test_the_penalty_divides_positive_logits_and_multiplies_negative(seen: Seque
     """Once, however often a token was seen."""
     tokens = draws(1000, np.array([2, -2, 1, -1, 0], np.float32), seen, repetition_penalty=2.0)
     expected = np.exp([1, -4, 1, -1, 0])
-    found = np.bincount(tokens, minlength=5) / 1000
-    assert found == pytest.approx(expected / expected.sum(), abs=1.1e-3)
+    frequencies = np.bincount(tokens, minlength=5) / 1000
+    assert frequencies == pytest.approx(expected / expected.sum(), abs=1.1e-3)
 
 
 def test_a_sampler_penalises_what_it_chose() -> None:
@@ -154,7 +154,9 @@ def test_logits_that_are_not_finite_are_refused_and_nothing_is_drawn(
     logits = np.linspace(-1, 1, 50, dtype=np.float32)
     damaged = logits.copy()
     damaged[[7, 9]] = planted
-    with pytest.raises(SamplingError, match=rf"^logits: finite .* found {planted}, id 7$"):
+    with pytest.raises(
+        SamplingError, match=rf"^logits: expected finite values, got {planted} for id 7$"
+    ):
         sampler(damaged)
     assert [sampler(logits) for _ in range(9)] == [untouched(logits) for _ in range(9)]
 

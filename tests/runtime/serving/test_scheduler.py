@@ -57,8 +57,8 @@ def near_ties(request: Request, done: Completion, logits: Sequence[Array], alone
     """1 where the tokens part at a choice that was near another; raises where they part at none."""
     pairs = zip(done.tokens, alone.tokens, strict=False)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(done.tokens))
-    for found, expected in zip(logits[: same + 1], alone.logits, strict=False):
-        np.testing.assert_allclose(found, expected, atol=CLOSE, rtol=0)
+    for logits_V, expected in zip(logits[: same + 1], alone.logits, strict=False):
+        np.testing.assert_allclose(logits_V, expected, atol=CLOSE, rtol=0)
     if same == len(done.tokens):
         assert done.reason == "cancelled" or done.tokens == tuple(alone.tokens)
         return 0
@@ -76,14 +76,14 @@ def random_requests(generator: np.random.Generator, count: int) -> list[Request]
         SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.2),
         SamplingParams(temperature=1.3, min_p=0.05),
     ]
-    found = []
+    requests = []
     for index in range(count):
         sampling = samplings[index % len(samplings)]
         params = {**vars(sampling), "seed": int(generator.integers(1000))}
         start, length = 30 * int(generator.integers(3)), int(generator.integers(1, 120))
         new = int(generator.integers(1, 16))
-        found.append(Request(prompt(start, length), new, SamplingParams(**params)))
-    return found
+        requests.append(Request(prompt(start, length), new, SamplingParams(**params)))
+    return requests
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -94,7 +94,8 @@ def test_requests_equal_their_own_runs_whatever_ran_beside_them(
     generator = np.random.default_rng(seed)
     chain = open_chain(profile=Profile(batch=4, tokens=32, context=512), cache=2048)
     requests = random_requests(generator, 12)
-    scheduler, tickets, results = Recording(chain), {}, {}
+    scheduler, tickets = Recording(chain), {}
+    results: dict[int, Completion] = {}
     waiting = list(requests)
     cancelled = 0
     while waiting or scheduler.busy:
@@ -177,7 +178,7 @@ def test_order_of_arrival_is_the_order_of_admission(open_chain: OpenChain) -> No
     first = scheduler.submit(Request(prompt(0, 40), 8))
     large = scheduler.submit(Request(prompt(0, 250), 20))
     small = scheduler.submit(Request(prompt(9, 5), 2))
-    order = []
+    order: list[int] = []
     while scheduler.busy:
         order += scheduler.step()
     assert order.index(first) < order.index(large)
@@ -192,7 +193,7 @@ def test_prefills_take_turns(open_chain: OpenChain) -> None:
     scheduler = Scheduler(chain, token_budget=16)
     long = scheduler.submit(Request(prompt(0, 250), 1))
     short = scheduler.submit(Request(prompt(50, 20), 1))
-    order = []
+    order: list[int] = []
     while scheduler.busy:
         order += scheduler.step()
     assert order == [short, long]
@@ -204,7 +205,7 @@ def test_one_long_beside_many_short_is_deferred(open_chain: OpenChain) -> None:
     scheduler = Scheduler(chain)
     tickets = [scheduler.submit(Request(prompt(start, 8), 3)) for start in range(15)]
     tickets.append(scheduler.submit(Request(prompt(0, 480), 20)))
-    most, results = 0, {}
+    most, results = 0, dict[int, Completion]()
     while scheduler.busy:
         results |= scheduler.step()
         most = max(most, len(chain.cache.handles) * chain.cache.stride)
@@ -225,7 +226,7 @@ def test_what_can_never_run_is_refused_at_once(open_chain: OpenChain) -> None:
         scheduler.submit(Request((1, 999)))
     with pytest.raises(RequestError, match="at least one token"):
         scheduler.submit(Request(()))
-    with pytest.raises(RequestError, match="stop strings: a tokenizer expected"):
+    with pytest.raises(RequestError, match="stop strings: expected a tokenizer"):
         scheduler.submit(Request((1,), stop_strings=("x",)))
     assert not scheduler.busy
 
@@ -260,7 +261,7 @@ def test_a_stop_id_ends_the_text_and_is_its_last_token(open_chain: OpenChain) ->
 
 def test_a_callback_may_cancel_and_submit(open_chain: OpenChain) -> None:
     chain = open_chain(cache=1024)
-    scheduler, more = Scheduler(chain), []
+    scheduler, more = Scheduler(chain), list[int]()
 
     def third_token_is_enough(update: Update) -> None:
         seen.append(update.token)

@@ -12,8 +12,8 @@ from runtime.serving.stop_strings import StopStrings
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, int] | None:
     """Where the first stop string that becomes whole ends and begins; of several the longest."""
-    found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
-    return min(found) if found else None
+    spans = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    return min(spans) if spans else None
 
 
 def needed(text: str, stops: list[str]) -> int:
@@ -62,10 +62,10 @@ def test_after_a_stop_string_nothing_is_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stops", "found"), [(["a", ""], "''"), ("stop", "'stop'"), ([3], "3"), ([b"x"], "b'x'")]
+    ("stops", "shown"), [(["a", ""], "''"), ("stop", "'stop'"), ([3], "3"), ([b"x"], "b'x'")]
 )
-def test_what_is_no_list_of_strings_is_refused(stops: list[str], found: str) -> None:
-    with pytest.raises(SamplingError, match=rf"^stop strings: .* expected, found {found}$"):
+def test_what_is_no_list_of_strings_is_refused(stops: list[str], shown: str) -> None:
+    with pytest.raises(SamplingError, match=rf"^stop strings: expected .*, got {shown}$"):
         StopStrings(stops)
 
 

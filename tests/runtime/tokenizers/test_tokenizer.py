@@ -267,10 +267,12 @@ def test_a_file_that_cuts_and_pads_does_neither_here(tmp_path: Path, small: dict
     assert len(tokenizer.encode("a")) == 1
 
 
-def test_bytes_need_no_tokenizer_package() -> None:
+def test_bytes_need_no_tokenizer_package_and_the_list_of_commands_no_backend() -> None:
     script = (
         "import sys\n"
-        "import runtime.__main__, runtime.tokenizers.load, runtime.tokenizers.chat\n"
+        "import runtime.__main__\n"
+        "assert not {'onnxruntime', 'runtime.load'} & set(sys.modules)\n"
+        "import runtime.commands.generate\n"
         "print([m for m in ('tiktoken', 'tokenizers', 'regex') if m in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)

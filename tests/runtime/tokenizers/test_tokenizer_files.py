@@ -43,36 +43,40 @@ def small() -> dict[str, Any]:
         (
             "tokenizer.json",
             {"decoder": {"type": "WordPiece"}},
-            "decoder: ByteLevel expected, found",
+            "decoder: expected ByteLevel, got",
         ),
-        ("tokenizer.json", {"decoder": None}, "decoder: ByteLevel expected, found None"),
+        ("tokenizer.json", {"decoder": None}, "decoder: expected ByteLevel, got None"),
         (
             "tokenizer.json",
             {"model": {"type": "BPE"}},
-            "not a tokenizer that `tokenizers` can read",
+            "expected a file that `tokenizers` can read",
         ),
         (
             "tokenizer.json",
             {"added_tokens": [{"id": 0}]},
-            "added_tokens: a list of objects with id",
+            "added_tokens: expected a list of objects with id",
         ),
-        ("tokenizer.json", {"added_tokens": None}, "added_tokens: a list .* found None"),
+        ("tokenizer.json", {"added_tokens": None}, "added_tokens: expected a list .* got None"),
         (
             "tokenizer.json",
             {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}},
-            "all 256 single bytes expected, 0x21 not found",
+            "expected all 256 single bytes, got none for 0x21",
         ),
         (
             "tokenizer.json",
             {"post_processor": template("", "<｜end▁of▁sentence｜>")},
-            "post_processor: nothing behind the text expected, found ids",
+            "post_processor: expected nothing after the text, got ids",
         ),
-        ("tokenizer_config.json", {"add_eos_token": True}, "add_eos_token: false expected.*True"),
-        ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token: true or false .*'yes'"),
+        ("tokenizer_config.json", {"add_eos_token": True}, "add_eos_token: expected false.*True"),
+        (
+            "tokenizer_config.json",
+            {"add_bos_token": "yes"},
+            "add_bos_token: expected true or false.*'yes'",
+        ),
         (
             "tokenizer_config.json",
             {"add_bos_token": True, "bos_token": "<s>"},
-            "bos_token: an added token of tokenizer.json expected.*'<s>'",
+            "bos_token: expected an added token of tokenizer.json.*'<s>'",
         ),
     ],
 )
@@ -88,15 +92,15 @@ def test_a_refused_tokenizer_json(
 
 def test_ids_beyond_the_embedding_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        BuildError, match=r"below vocab_size \(129279\) .* 129279 for '<｜image｜>'"
+        BuildError, match=r"below vocab_size \(129279\), got .*129279 for '<｜image｜>'"
     ):
         load_tokenizer(deepseek_build(tmp_path / "deepseek"), config(129_279))
     kimi = tmp_path / "kimi"
     write_kimi(kimi, RANKS)
     last = len(RANKS) + max(SPECIAL)
-    with pytest.raises(BuildError, match=rf"below vocab_size.*found '{last}' for '<\|im_middle"):
+    with pytest.raises(BuildError, match=rf"below vocab_size.*got '{last}' for '<\|im_middle"):
         load_tokenizer(kimi, config(last))
-    with pytest.raises(BuildError, match=rf"vocab_size \(300\) expected, found {len(RANKS) - 1}"):
+    with pytest.raises(BuildError, match=rf"vocab_size \(300\), got {len(RANKS) - 1}"):
         load_tokenizer(kimi, config(300))
 
 
@@ -107,21 +111,25 @@ def token(text: bytes) -> str:
 @pytest.mark.parametrize(
     "line, becomes, expected",
     [
-        (3, "!!!! 3", r"line 4: a token in base64 and its rank expected, found '!!!! 3'"),
-        (3, token(b"ab"), "line 4: a token in base64 and its rank expected, found 'YWI='"),
-        (3, f"{token(b'ab')} x", "line 4: a token in base64 and its rank"),
-        (3, f"{token(b'ab')} -3", "line 4: a token in base64 and its rank"),
-        (3, f"{token(b'ab')} 3 3", "line 4: a token in base64 and its rank"),
-        (3, "= 3", "line 4: a token in base64 and its rank"),
-        (300, f"{token(b'abcdef')} 299", "line 301: a rank of its own expected, found 299, .* 300"),
+        (3, "!!!! 3", r"line 4: expected a token in base64 and its rank, got '!!!! 3'"),
+        (3, token(b"ab"), "line 4: expected a token in base64 and its rank, got 'YWI='"),
+        (3, f"{token(b'ab')} x", "line 4: expected a token in base64 and its rank"),
+        (3, f"{token(b'ab')} -3", "line 4: expected a token in base64 and its rank"),
+        (3, f"{token(b'ab')} 3 3", "line 4: expected a token in base64 and its rank"),
+        (3, "= 3", "line 4: expected a token in base64 and its rank"),
+        (300, f"{token(b'abcdef')} 299", "line 301: expected a rank .*, got 299, .* 300"),
         (
             300,
             f"{token(b'a')} 300",
-            r"line 301: a token of its own expected, found b'a', .* line \d",
+            r"line 301: expected a token .*, got b'a', .* line \d",
         ),
-        (300, f"{token(b'abcdef')} 900", "ranks 0 to 375 expected for 376 tokens, 300 not found"),
-        (300, None, "ranks 0 to 374 expected for 375 tokens, 300 not found"),
-        (9, f"{token(b'abcdef')} 9", "all 256 single bytes expected, 0x"),
+        (
+            300,
+            f"{token(b'abcdef')} 900",
+            "expected ranks 0 to 375 for 376 tokens, got none with 300",
+        ),
+        (300, None, "expected ranks 0 to 374 for 375 tokens, got none with 300"),
+        (9, f"{token(b'abcdef')} 9", "expected all 256 single bytes, got none for 0x"),
     ],
 )
 def test_a_damaged_tiktoken_model(
@@ -138,12 +146,13 @@ def test_a_damaged_tiktoken_model(
 
 def test_an_empty_tiktoken_model(tmp_path: Path) -> None:
     (write_kimi(tmp_path, RANKS) / "tiktoken.model").write_text("\n\n")
-    with pytest.raises(BuildError, match="all 256 single bytes expected, 0x00 not found"):
+    with pytest.raises(BuildError, match="expected all 256 single bytes, got none for 0x00"):
         load_tokenizer(tmp_path, config(VOCAB_SIZE))
 
 
 def added(**changes: Any) -> dict[str, Any]:
-    return kimi_settings(len(RANKS))["added_tokens_decoder"] | changes
+    tokens: dict[str, Any] = kimi_settings(len(RANKS))["added_tokens_decoder"]
+    return tokens | changes
 
 
 @pytest.mark.parametrize(
@@ -151,33 +160,36 @@ def added(**changes: Any) -> dict[str, Any]:
     [
         (
             {"tokenizer_class": "LlamaTokenizer"},
-            "tokenizer_class 'TikTokenTokenizer' expected.*Llama",
+            "tokenizer_class: expected 'TikTokenTokenizer'.*Llama",
         ),
-        ({"tokenizer_class": None}, "tokenizer_class 'TikTokenTokenizer' expected.*None"),
+        ({"tokenizer_class": None}, "tokenizer_class: expected 'TikTokenTokenizer'.*None"),
         (
             {"added_tokens_decoder": None},
-            "added_tokens_decoder: an object expected, found NoneType",
+            "added_tokens_decoder: expected an object, got NoneType",
         ),
-        ({"added_tokens_decoder": added(**{"380": "[X]"})}, r"380: an object .* found '\[X\]'"),
+        (
+            {"added_tokens_decoder": added(**{"380": "[X]"})},
+            r"380: expected an object .* got '\[X\]'",
+        ),
         (
             {"added_tokens_decoder": added(**{"380": {"content": 1, "special": True}})},
-            "380: an object with content and special",
+            "380: expected an object with content and special",
         ),
         (
             {"added_tokens_decoder": added(**{"5": {"content": "[X]", "special": True}})},
-            r"ids 376 to 399 expected .*found '5' for '\[X\]'",
+            r"expected ids 376 to 399 .*got '5' for '\[X\]'",
         ),
         (
             {"added_tokens_decoder": added(**{"400": {"content": "[X]", "special": True}})},
-            r"ids 376 to 399 expected .*below vocab_size\), found '400' for '\[X\]'",
+            r"expected ids 376 to 399 .*below vocab_size\), got '400' for '\[X\]'",
         ),
         (
             {"added_tokens_decoder": added(**{"x": {"content": "[X]", "special": True}})},
-            "ids 376 to 399 expected .*found 'x'",
+            "expected ids 376 to 399 .*got 'x'",
         ),
         (
             {"added_tokens_decoder": added(**{"380": {"content": "[BOS]", "special": True}})},
-            r"one id for a token expected, found 376 and 380 for '\[BOS\]'",
+            r"expected one id for a token, got 376 and 380 for '\[BOS\]'",
         ),
     ],
 )
@@ -192,18 +204,18 @@ def test_refused_settings_of_kimi(tmp_path: Path, changes: dict[str, Any], expec
 def test_json_that_cannot_be_read(tmp_path: Path, content: str) -> None:
     folder = write_kimi(tmp_path, RANKS)
     (folder / "tokenizer_config.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(BuildError, match=r"tokenizer_config\.json: a JSON object expected"):
+    with pytest.raises(BuildError, match=r"tokenizer_config\.json: expected a JSON object"):
         load_tokenizer(tmp_path, config(VOCAB_SIZE))
     (folder / "tokenizer_config.json").unlink()
     (folder / "tiktoken.model").rename(folder / "tokenizer.json")
     (folder / "tokenizer.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(BuildError, match=r"tokenizer\.json: a JSON object expected"):
+    with pytest.raises(BuildError, match=r"tokenizer\.json: expected a JSON object"):
         load_tokenizer(tmp_path, config(VOCAB_SIZE))
 
 
 def test_which_kind_a_build_has(tmp_path: Path, small: dict[str, Any]) -> None:
     assert load_tokenizer(tmp_path, config(258)).encode("a") == [256, 97]
-    with pytest.raises(BuildError, match="bytes need a vocabulary of 256, found 255"):
+    with pytest.raises(BuildError, match=r"vocab_size: expected at least 256, .* got 255"):
         load_tokenizer(tmp_path, config(255))
 
     both = small_build(tmp_path / "both", small)
@@ -215,10 +227,10 @@ def test_which_kind_a_build_has(tmp_path: Path, small: dict[str, Any]) -> None:
 
     (both / "tokenizer" / "tiktoken.model").unlink()
     (both / "tokenizer" / "tokenizer.json").unlink()
-    with pytest.raises(BuildError, match=r"expected, found tokenizer_config\.json only"):
+    with pytest.raises(BuildError, match=r"got only tokenizer_config\.json"):
         load_tokenizer(both, config(VOCAB_SIZE))
     (tmp_path / "kimi" / "tokenizer" / "tokenizer_config.json").unlink()
-    with pytest.raises(BuildError, match="tokenizer_class 'TikTokenTokenizer' expected"):
+    with pytest.raises(BuildError, match="tokenizer_class: expected 'TikTokenTokenizer'"):
         load_tokenizer(tmp_path / "kimi", config(VOCAB_SIZE))
 
 
@@ -239,14 +251,14 @@ def test_stop_ids_join_config_and_generation_config(
 @pytest.mark.parametrize(
     "content, expected",
     [
-        ('{"eos_token_id": "7"}', r"below vocab_size \(400\).* expected, found '7'"),
-        ('{"eos_token_id": [7, 400]}', r"below vocab_size \(400\).* expected, found \[7, 400\]"),
-        ('{"eos_token_id": -1}', "eos_token_id: a whole number.* expected, found -1"),
-        ('{"eos_token_id": true}', "eos_token_id: a whole number.* expected, found True"),
-        ('{"eos_token_id": 7.0}', "eos_token_id: a whole number.* expected, found 7.0"),
-        ('{"eos_token_id": [[7]]}', r"eos_token_id: a whole number.* expected, found \[\[7\]\]"),
-        ("[7]", "a JSON object expected, found list"),
-        ("{", "a JSON object expected, not readable as one"),
+        ('{"eos_token_id": "7"}', r"below vocab_size \(400\).*, got '7'"),
+        ('{"eos_token_id": [7, 400]}', r"below vocab_size \(400\).*, got \[7, 400\]"),
+        ('{"eos_token_id": -1}', "eos_token_id: expected a whole number.*, got -1"),
+        ('{"eos_token_id": true}', "eos_token_id: expected a whole number.*, got True"),
+        ('{"eos_token_id": 7.0}', "eos_token_id: expected a whole number.*, got 7.0"),
+        ('{"eos_token_id": [[7]]}', r"eos_token_id: expected a whole number.*, got \[\[7\]\]"),
+        ("[7]", "expected a JSON object, got list"),
+        ("{", "expected a JSON object, got no JSON"),
     ],
 )
 def test_refused_stop_ids(tmp_path: Path, content: str, expected: str) -> None:

@@ -1,22 +1,22 @@
-"""Jobs, run on a scheduler: one with its text as it comes, or several side by side."""
+"""Run jobs on a scheduler: one with its text as it comes, or several side by side."""
 
 from collections.abc import Callable, Sequence
 
-from runtime.commands.board import Board
-from runtime.commands.jobs import REFUSALS, Job
-from runtime.commands.results import Results
+from runtime.commands.generation.board import Board
+from runtime.commands.generation.jobs import REFUSALS, Job
+from runtime.commands.generation.results import Results
 from runtime.commands.signals import Interruption
 from runtime.serving.request import OnUpdate, Update
 from runtime.serving.scheduler import Scheduler
 from runtime.tokenizers.base import PromptError
 
-Running = Sequence[tuple[int, int]]  # index of a job that runs, and its tokens so far
+JobProgress = Sequence[tuple[int, int]]  # index of a job that runs, and its tokens so far
 
 
 def run_jobs(
     scheduler: Scheduler, jobs: Sequence[Job], interruption: Interruption, results: Results
 ) -> None:
-    """Until all have ended, or a signal has come between two steps.
+    """Run jobs until all have ended, or a signal has come between two steps.
 
     Raises PromptError, and nothing has run, where one could never run.
     """
@@ -33,16 +33,16 @@ def stream_job(
     results: Results,
     write: Callable[[str], None],
 ) -> None:
-    """As run_jobs, of one, whose text is written as it comes, and a newline whatever ends it.
+    """Run one job as `run_jobs`, writing its text as it comes and a newline at the end.
 
-    Token ids where there is no tokenizer.
+    Writes token ids where there is no tokenizer.
     """
-    new: list[str] = []  # written between steps: a callback that raises would be the request's end
+    new: list[str] = []  # written between steps: a callback that raises would end the request
 
     def collect(update: Update) -> None:
         new.append(update.text if scheduler.tokenizer else f"{update.token} ")
 
-    def flush(running: Running) -> None:
+    def flush(running: JobProgress) -> None:
         write("".join(new))
         new.clear()
 
@@ -58,7 +58,7 @@ def _run(
     tickets: Sequence[int],
     interruption: Interruption,
     results: Results,
-    on_step: Callable[[Running], None],
+    on_step: Callable[[JobProgress], None],
 ) -> None:
     index = {ticket: i for i, ticket in enumerate(tickets)}
     while scheduler.busy and not interruption.received:
@@ -68,7 +68,7 @@ def _run(
 
 
 def submit(scheduler: Scheduler, job: Job, on_update: OnUpdate | None = None) -> int:
-    """A ticket. Raises PromptError."""
+    """The job's ticket. Raises PromptError."""
     try:
         return scheduler.submit(job.request, on_update)
     except REFUSALS as e:

@@ -1,8 +1,8 @@
-"""What the command line is asked to go on from: its own prompts, or a file's, one a line.
+"""Prompts of the command line, and of a file with one on each line.
 
-A line of a prompts file is a JSON object: one of `prompt`, `prompt_ids` and `messages`, an `id` to
-know the result by, and those settings in which it differs from the command line's. All of a file is
-read and checked before anything else happens, and what is wrong is said with its line.
+A line of a prompts file is a JSON object: one of `prompt`, `prompt_ids` and `messages`, an `id` for
+the result, and the settings that differ from the command line's. The whole file is read and checked
+before anything else happens; an error names its line.
 """
 
 import json
@@ -25,7 +25,7 @@ SHOWN = 40  # characters of a wrong value
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """One prompt, where it was found, and its own settings by their keys."""
+    """One prompt, the place it came from, and its own settings by their keys."""
 
     id: str | int
     where: str
@@ -33,60 +33,55 @@ class PromptRequest:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def options(self, common: GenerationOptions) -> GenerationOptions:
-        """The common ones with its own in their place. Raises SamplingError."""
-        own = dict(self.settings)
-        options = common.copy()
-        if "max_new_tokens" in own:
-            options["max_new_tokens"] = own.pop("max_new_tokens")
-        if "stop" in own:
-            options["stop"] = own.pop("stop")
-        options["sampling"] = replace(common.get("sampling", SamplingParams()), **own)
-        return options
+        """The common options, changed by the prompt's own settings. Raises SamplingError."""
+        sampling = {key: value for key, value in self.settings.items() if key in SAMPLING}
+        others = {key: value for key, value in self.settings.items() if key not in SAMPLING}
+        return replace(common, sampling=replace(common.sampling, **sampling), **others)
 
 
-def given_texts(texts: Sequence[str]) -> list[PromptRequest]:
+def text_requests(texts: Sequence[str]) -> list[PromptRequest]:
     return [
         PromptRequest(n, _numbered("--prompt", n, texts), text) for n, text in enumerate(texts, 1)
     ]
 
 
-def given_ids(lists: Sequence[str]) -> list[PromptRequest]:
-    """Of lists like 1,2,3. Raises PromptError."""
-    asked = []
+def id_requests(lists: Sequence[str]) -> list[PromptRequest]:
+    """Prompts from lists like 1,2,3. Raises PromptError."""
+    requests = []
     for n, text in enumerate(lists, 1):
         where = _numbered("--prompt-ids", n, lists)
         try:
-            asked.append(PromptRequest(n, where, [int(part) for part in text.split(",")]))
+            requests.append(PromptRequest(n, where, [int(part) for part in text.split(",")]))
         except ValueError as e:
-            raise PromptError(f"{where}: whole numbers as 1,2,3 expected, found {text!r}") from e
-    return asked
+            raise PromptError(f"{where}: expected whole numbers as 1,2,3, got {text!r}") from e
+    return requests
 
 
-def given_messages(path: Path) -> list[PromptRequest]:
-    """One chat of a JSON file, `-`: of standard input. Raises PromptError."""
+def chat_request(path: Path) -> list[PromptRequest]:
+    """The chat in a JSON file; `-` is standard input. Raises PromptError."""
     raw, name = _read(path)
     return [PromptRequest(1, name, parse_messages(raw, name))]
 
 
-def given_file(path: Path) -> list[PromptRequest]:
-    """A prompt a line; `-`: of standard input. Empty lines are skipped. Raises PromptError."""
+def file_requests(path: Path) -> list[PromptRequest]:
+    """A prompt from each line that is not empty; `-` is standard input. Raises PromptError."""
     raw, name = _read(path)
-    asked: list[PromptRequest] = []
+    requests: list[PromptRequest] = []
     lines: dict[str | int, str] = {}
     for number, line in enumerate(raw.splitlines(), 1):
         if not line.strip():
             continue
-        found = _parse(line, f"{name}: line {number}", len(asked) + 1)
-        if found.id in lines:
+        request = _parse(line, f"{name}: line {number}", len(requests) + 1)
+        if request.id in lines:
             raise PromptError(
-                f"{found.where}: id: one of its own expected, found {found.id!r}, which is that of "
-                f"{lines[found.id]}"
+                f"{request.where}: id: expected one that no other line has, got {request.id!r}, "
+                f"which is that of {lines[request.id]}"
             )
-        lines[found.id] = f"line {number}"
-        asked.append(found)
-    if not asked:
-        raise PromptError(f"{name}: at least one line with a prompt expected, found none")
-    return asked
+        lines[request.id] = f"line {number}"
+        requests.append(request)
+    if not requests:
+        raise PromptError(f"{name}: expected at least one line with a prompt, got none")
+    return requests
 
 
 def _numbered(option: str, n: int, all_given: Sequence[str]) -> str:
@@ -94,7 +89,7 @@ def _numbered(option: str, n: int, all_given: Sequence[str]) -> str:
 
 
 def _read(path: Path) -> tuple[bytes, str]:
-    """The file's content, and what to call it in errors."""
+    """The file's content, and its name in errors."""
     if str(path) == "-":
         return sys.stdin.buffer.read(), "standard input"
     if not path.is_file():
@@ -104,26 +99,26 @@ def _read(path: Path) -> tuple[bytes, str]:
 
 def _parse(line: bytes, where: str, number: int) -> PromptRequest:
     try:
-        found = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError) as e:
-        raise PromptError(f"{where}: a JSON object expected, no JSON found: {e}") from e
-    if not isinstance(found, dict):
-        raise PromptError(f"{where}: a JSON object expected, found {_shown(found)}")
-    if unknown := [key for key in found if key not in KEYS]:
-        raise PromptError(f"{where}: keys {', '.join(KEYS)} expected, found {_shown(unknown[0])}")
-    prompts = [key for key in PROMPTS if key in found]
+        raise PromptError(f"{where}: expected a JSON object, got no JSON: {e}") from e
+    if not isinstance(entry, dict):
+        raise PromptError(f"{where}: expected a JSON object, got {_shown(entry)}")
+    if unknown := [key for key in entry if key not in KEYS]:
+        raise PromptError(f"{where}: expected keys {', '.join(KEYS)}, got {_shown(unknown[0])}")
+    prompts = [key for key in PROMPTS if key in entry]
     if len(prompts) != 1:
         raise PromptError(
-            f"{where}: exactly one of {', '.join(PROMPTS)} expected, found "
+            f"{where}: expected exactly one of {', '.join(PROMPTS)}, got "
             f"{' and '.join(prompts) or 'none'}"
         )
-    values = {key: _checked(f"{where}: {key}", key, value) for key, value in found.items()}
+    values = {key: _checked(f"{where}: {key}", key, value) for key, value in entry.items()}
     prompt, name = values.pop(prompts[0]), values.pop("id", number)
     return PromptRequest(name, where, prompt, values)
 
 
 def _checked(where: str, key: str, value: Any) -> Any:
-    """A key's value, as it is used. Raises PromptError where its type is wrong."""
+    """A key's value. Raises PromptError where its type is wrong."""
     kind = type(value)
     if key == "messages":
         return parse_messages(json.dumps(value).encode(), where)
@@ -140,7 +135,7 @@ def _checked(where: str, key: str, value: Any) -> Any:
     else:
         return value
     if not fits:
-        raise PromptError(f"{where}: {expected} expected, found {_shown(value)}")
+        raise PromptError(f"{where}: expected {expected}, got {_shown(value)}")
     return value
 
 

@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from graphs.contract.files import write_text
 from graphs.contract.spec import BuildError
-from runtime.commands.jobs import Job
+from runtime.commands.generation.jobs import Job
+from runtime.commands.options import require_writable
 from runtime.serving.request import Completion
 
 
 def json_line(job: Job, completion: Completion) -> str:
-    """What programs read: one object."""
+    """A result as one JSON object, for programs."""
     return json.dumps(
         {
             "id": job.id,
@@ -32,17 +34,16 @@ def plain_text(completion: Completion) -> str:
 
 
 class Results:
-    """For a `with`: whatever ends it, all that has ended is shown, and saved in `out`."""
+    """A context manager that at its end, whatever the cause, shows and saves all results so far."""
 
     def __init__(
         self, jobs: Sequence[Job], show: Callable[[Job, Completion], None], out: Path | None = None
     ) -> None:
-        """Raises BuildError where `out` can be no file's name."""
-        if out is not None and (out.is_dir() or not out.parent.is_dir()):
-            raise BuildError(f"{out}: a file in a folder that exists expected for --out")
+        """Raises BuildError where `out` cannot name a file."""
+        require_writable(out)
         self.jobs, self.show, self.out = jobs, show, out
         self.ended: dict[int, Completion] = {}
-        self._shown = 0  # all before this job
+        self._shown = 0  # the first job that was not shown
 
     def __enter__(self) -> "Results":
         return self
@@ -60,7 +61,7 @@ class Results:
                 self.show(self.jobs[index], self.ended[index])
 
     def add(self, index: int, completion: Completion) -> None:
-        """A job's, by its index; shown when all before it have been."""
+        """Take a job's result, by the job's index; it is shown when all before it have been."""
         self.ended[index] = completion
         while self._shown in self.ended:
             self.show(self.jobs[self._shown], self.ended[self._shown])
@@ -72,17 +73,13 @@ class Results:
 
     @property
     def failed(self) -> list[tuple[Job, Exception]]:
-        """Those that ended in an error, in order."""
+        """The jobs that ended in an error, in order."""
         ended = [(self.jobs[index], self.ended[index].error) for index in sorted(self.ended)]
         return [(job, error) for job, error in ended if error is not None]
 
     def _save(self, out: Path) -> None:
-        temporary = out.with_name(out.name + ".tmp")
         lines = [json_line(self.jobs[i], self.ended[i]) + "\n" for i in sorted(self.ended)]
         try:
-            temporary.write_text("".join(lines), encoding="utf-8")
-            temporary.replace(out)
+            write_text(out, "".join(lines))
         except OSError as e:
             raise BuildError(f"{out}: not written: {e}") from e
-        finally:
-            temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How far several requests have come: a bar for all, and one for each of the first that run."""
+"""Progress of several requests: a bar for all, and one for each of the first that run."""
 
 import time
 from collections.abc import Sequence
@@ -7,13 +7,13 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID, TextColumn
 
 from graphs.cli import progress_bar
-from runtime.commands.results import Results
+from runtime.commands.generation.results import Results
 
 BARS = 8  # of running requests, whatever their number
 
 
 class Board:
-    """On standard error while it is open; nothing where that is no terminal."""
+    """Bars on standard error while it is open; nothing where that is no terminal."""
 
     def __init__(self, results: Results) -> None:
         self.results = results
@@ -23,7 +23,7 @@ class Board:
         self.start = time.perf_counter()
 
     def show(self, running: Sequence[tuple[int, int]]) -> None:
-        """`running`: a job's index and the tokens that it has so far."""
+        """Show `running`: each job's index and the tokens that it has so far."""
         shown = dict(running[:BARS])
         for index in self.tasks.keys() - shown.keys():
             self.bar.remove_task(self.tasks.pop(index))
