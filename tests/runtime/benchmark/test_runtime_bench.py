@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import runtime.__main__ as command_line
-from graphs import cli
 from graphs.budget.gpus import find_gpu
 from graphs.budget.traffic import chain_traffic, graph_traffic, roofline_seconds
 from graphs.contract.manifest import Profile
