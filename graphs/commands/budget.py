@@ -29,7 +29,7 @@ def budget(
     precision: Annotated[Precision, typer.Option(help="Precision of the packed weights.")] = "fp8",
     gpu: Annotated[
         list[str] | None,
-        typer.Option(help=f"A GPU of the table; may be repeated. All: {', '.join(GPUS)}."),
+        typer.Option(help=f"GPU to show ({', '.join(GPUS)}); may be repeated. Default: all."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences of a decode step.")] = 8,
     tokens: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 128,
@@ -42,9 +42,7 @@ def budget(
             "10 % more.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Every figure, for programs to read.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON.")] = False,
 ) -> None:
     """Show bytes, operations, time and memory of steps, computed from GPUs' public figures.
 
@@ -53,10 +51,10 @@ def budget(
     profile = Profile(batch, tokens, context)
     check_profile(profile)
     gpus = [find_gpu(name) for name in gpu or GPUS]
-    to = Show(wide_console(), as_json)
+    output = Show(wide_console(), as_json)
     if engines:
-        if not show_built(to, [Path(source) for source in sources or ()]):
+        if not show_built(output, [Path(source) for source in sources or ()]):
             raise typer.Exit(1)
     else:
         presets = sorted(path.stem for path in PRESETS.glob("*.json"))
-        show_models(to, sources or presets, precision, profile, gpus, steps=bool(sources))
+        show_models(output, sources or presets, precision, profile, gpus, steps=bool(sources))

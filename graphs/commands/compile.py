@@ -27,7 +27,7 @@ def compile_command(
     target: Annotated[
         str,
         typer.Option(
-            help="The GPU's compute capability, as sm89 or sm120. auto is this machine's GPU, and "
+            help="Compute capability of the GPU, as sm89 or sm120. auto is this machine's GPU, and "
             f"sm120 where there is none. rtx knows {', '.join(f'sm{sm}' for sm in TARGETS['rtx'])}."
         ),
     ] = "auto",
@@ -45,7 +45,7 @@ def compile_command(
         list[str] | None,
         typer.Option(
             help=f"Build this graph's engine only ({', '.join(GRAPHS)}); may be repeated. Engines "
-            "of the others stay in the manifest where they still match. All, where none is named."
+            "of the others stay in the manifest where they still match. Default: all."
         ),
     ] = None,
 ) -> None:
@@ -73,7 +73,7 @@ def compile_command(
 @app.command()
 def table(
     manifests: Annotated[
-        list[Path], typer.Argument(help="build/MODEL/PRECISION/FOLDER/manifest.json, any number.")
+        list[Path], typer.Argument(help="Manifests: build/MODEL/PRECISION/FOLDER/manifest.json.")
     ],
 ) -> None:
     """Print compiled engines as a Markdown table: sizes and activation memory of each."""

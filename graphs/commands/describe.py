@@ -20,9 +20,7 @@ def describe(
         str,
         typer.Argument(help="A preset (k2), a config.json, or a checkpoint's folder."),
     ],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Every figure, for programs to read.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON.")] = False,
 ) -> None:
     """Show parameters and bytes of each part of a model, and the cache's values."""
     account = Account.from_config(load_config(source))

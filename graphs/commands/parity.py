@@ -56,17 +56,19 @@ def standalone(
     build: Annotated[
         Path, typer.Argument(help="A build folder with goldens: build/MODEL/PRECISION.")
     ],
-    graph: Annotated[GraphName, typer.Argument(metavar="TYPE", help=f"{', '.join(GRAPHS)}.")],
+    graph: Annotated[
+        GraphName, typer.Argument(metavar="TYPE", help=f"Graph: {', '.join(GRAPHS)}.")
+    ],
     layer: Annotated[
-        int | None, typer.Option(help="The layer whose weights it gets; none for head.")
+        int | None, typer.Option(help="Layer whose weights the graph gets; none for head.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="The folder to write, instead of BUILD/standalone/TYPE_LAYER."),
+        typer.Option(help="Folder to write. Default: BUILD/standalone/TYPE_LAYER."),
     ] = None,
     case: Annotated[
         str | None,
-        typer.Option(help="The golden, as dense_000_decode, instead of the layer's first by name."),
+        typer.Option(help="Golden, as dense_000_decode. Default: the layer's first by name."),
     ] = None,
 ) -> None:
     """Write a graph with one layer's weights and golden for Polygraphy; print commands to run."""

@@ -1,1 +1,1 @@
-"""What the packages agree on: a checkpoint's config, what a build holds, its files' formats."""
+"""The packages' contract: a checkpoint's config, a build's contents, the formats of its files."""

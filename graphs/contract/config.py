@@ -183,7 +183,7 @@ class ModelConfig:
 
     @property
     def group_score(self) -> GroupScore | None:
-        """How an expert group is scored; None where the method knows no groups."""
+        """The score of an expert group; None where the method knows no groups."""
         return METHODS[self.topk_method].group_score
 
     @property

@@ -62,7 +62,7 @@ def engine_table(paths: Iterable[Path]) -> str:
 
 
 def _same(what: str, values: Sequence[str]) -> str:
-    """Their one value. Raises BuildError where they differ."""
+    """The one value of all. Raises BuildError where they differ."""
     if len(set(values)) > 1:
         raise BuildError(f"expected one {what}, got {', '.join(sorted(set(values)))}")
     return values[0]

@@ -118,7 +118,7 @@ def _quantised(graph: LintGraph, activation: str) -> str | None:
 
 
 def no_profile_of_one_row(graph: LintGraph) -> Iterator[Finding]:
-    """In every profile, batch × tokens may be above 1."""
+    """Every profile lets batch × tokens be above 1."""
     for mode, bounds in graph.bounds.items():
         greatest = _greatest(graph, {name: shapes[2] for name, shapes in bounds.items()})
         fixed = [p for p in graph.products if _rows(graph, p, greatest) == 1]

@@ -55,7 +55,7 @@ BLOCKS: tuple[BlockType, ...] = ("dense", "moe")
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
-    """What `python -m graphs describe k2 --json` prints."""
+    """The output of `python -m graphs describe k2 --json`."""
     result = CliRunner().invoke(app, ["describe", "k2", "--json"])
     assert result.exit_code == 0
     content: dict[str, Any] = json.loads(result.stdout)

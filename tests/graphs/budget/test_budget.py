@@ -37,7 +37,7 @@ H200 = find_gpu("h200")
     ("cached", "mflop", "megabytes"), [(1000, 156, 17.9), (4096, 587, 21.5), (32768, 4580, 54.5)]
 )
 def test_the_core_of_absorbed_attention(cached: int, mflop: int, megabytes: float) -> None:
-    """Of K2 at fp8 it is what a dense block computes in bf16: W_UK, W_UV, scores and mix."""
+    """K2's dense block at fp8 computes it in bf16: W_UK, W_UV, scores and mix."""
     step = graph_traffic(K2, "dense", "fp8", batch=1, tokens=1, cached=cached)
     assert round(step.flops["bf16"] / 1e6) == pytest.approx(mflop, abs=1)
     absorbed = 2 * 2 * 64 * 128 * 512
@@ -57,7 +57,7 @@ def test_distinct_experts_are_the_mean_over_all_choices(
 
 @pytest.fixture(scope="module", params=["fp8", "fp32"])
 def spec(request: pytest.FixtureRequest, nano: Build) -> BuildSpec:
-    """Of k2-nano's build."""
+    """The spec of k2-nano's build."""
     return BuildSpec.load(nano(request.param))
 
 

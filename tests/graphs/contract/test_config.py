@@ -1,4 +1,4 @@
-"""What a config.json says, in either form of its rope settings, and every refusal of it."""
+"""The settings of a config.json, in either form of its rope settings, and every refusal."""
 
 import copy
 import dataclasses
@@ -351,7 +351,7 @@ def test_a_rule_that_is_no_regular_expression_is_named() -> None:
 
 
 def test_a_nested_text_config_is_the_model() -> None:
-    """What both levels may say stands where either says it."""
+    """A key that both levels may hold counts where either holds it."""
     flat = tiny_config(quantization_config=INT4)
     expected = ModelConfig.from_dict(flat)
     assert ModelConfig.from_dict(multimodal(flat)) == expected
@@ -385,7 +385,7 @@ def test_levels_of_a_nested_config_that_conflict_are_refused(
 
 
 def test_the_gate_is_what_the_models_own_class_would_set() -> None:
-    """Where config.json is silent; with no class known there is nothing to guess from."""
+    """A silent config.json takes its class's default; without a known class it is refused."""
 
     def gate(**changes: Any) -> tuple[str, str]:
         config = ModelConfig.from_dict(tiny_config(**changes))

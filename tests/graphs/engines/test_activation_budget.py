@@ -96,7 +96,7 @@ def least_fp8_matrix(config: ModelConfig, graph: GraphName) -> int:
 
 @pytest.mark.parametrize("row", MEASURED.strip().splitlines()[:4])
 def test_a_decode_step_has_less_to_spare_than_any_fp8_matrix_takes(row: str) -> None:
-    """In every preset and graph, with the default profile: so no such copy goes unseen."""
+    """No such copy goes unseen, in any preset and graph with the default profile."""
     model, _, profile, *figures = row.split()
     spec = spec_of(model)
     for graph, figure in zip(GRAPHS, figures[::2], strict=True):
@@ -152,8 +152,8 @@ PLANTED: list[tuple[GraphName, float, str]] = [
     ("dense", 277.84, "mlp.gate_up.weight or mlp.down.weight in 16 bits"),
     ("dense", 84.79, "attention.w_uk once a sequence or attention.w_uv once a sequence"),
     ("dense", 47.12, "the cache's latent part"),
-    ("experts", 23.48, "slots.N.down.weight"),
-    ("experts", 38.19, "slots.N.gate_up.weight or slots.N.down.weight in 16 bits"),
+    ("experts", 23.48, "slots.*.down.weight"),
+    ("experts", 38.19, "slots.*.gate_up.weight or slots.*.down.weight in 16 bits"),
 ]
 
 

@@ -90,7 +90,7 @@ def test_128_heads_and_groups_of_experts_keep_the_bars(tmp_path: Path) -> None:
 
 
 def test_full_size_engines_keep_the_budget(exported: Path, engines: Manifest) -> None:
-    """With less to spare in a decode step than the least FP8 matrix of a block takes."""
+    """A decode step has less to spare than the least FP8 matrix of a block takes."""
     least = 7168 * 2112
     for engine in engines.engines.values():
         for mode in ENGINE_MODES:
@@ -203,7 +203,7 @@ def test_entries_that_no_longer_hold_are_dropped(build: Path) -> None:
 
 
 def end_at_once(*_: object) -> None:
-    """In place of a builder that aborts."""
+    """Stand in for a builder that aborts."""
     os._exit(7)
 
 

@@ -48,7 +48,7 @@ def exported(build: Path, name: GraphName) -> onnx.ModelProto:
 
 
 def findings(build: Path, name: GraphName, surgery: Surgery) -> list[Finding]:
-    """Of k2-nano's graph after what `surgery` does to it."""
+    """The findings in k2-nano's graph after `surgery`."""
     model = exported(build, name)
     surgery(model)
     spec = BuildSpec.load(build).graphs[name]

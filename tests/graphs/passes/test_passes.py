@@ -324,7 +324,7 @@ def test_a_graph_without_fp8_linear_layers_is_fed_nothing() -> None:
 
 
 def test_exposed_taps_leave_the_graphs_outputs_as_they_were() -> None:
-    """Of the graph, of an op's body, an output itself."""
+    """A tap is a value of the graph, one of an op's body, or an output itself."""
     model, spec = attach_functions(parse(TWO_LINEARS)), BuildSpec("fp8", {}, "", {})
     taps = [
         BETWEEN,
