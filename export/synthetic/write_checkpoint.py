@@ -31,20 +31,11 @@ def write_checkpoint(
     written.
     """
     config = ModelConfig.from_dict(raw_config)
-    expected = expected_tensors(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if shapes != expected:
-        name, _ = min(shapes.items() ^ expected.items())
-        raise CheckpointError(
-            f"{name}: expected shape {expected.get(name)} from config.json, got {shapes.get(name)} "
-            "(None: no such tensor)"
-        )
-    for name, tensor in state.items():
-        require_finite(name, tensor)
+    _check(state, expected_tensors(config))
     folder.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     total = 0
-    names = sorted(expected)
+    names = sorted(state)
     for i in range(shards):
         file = f"model-{i + 1:05d}-of-{shards:06d}.safetensors"
         tensors: dict[str, Tensor] = {}
@@ -60,6 +51,18 @@ def write_checkpoint(
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_indented_json(folder / INDEX, index)
     write_indented_json(folder / "config.json", raw_config)
+
+
+def _check(state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if shapes != expected:
+        name, _ = min(shapes.items() ^ expected.items())
+        raise CheckpointError(
+            f"{name}: expected shape {expected.get(name)} from config.json, got {shapes.get(name)} "
+            "(None: no such tensor)"
+        )
+    for name, tensor in state.items():
+        require_finite(name, tensor)
 
 
 def write_indented_json(path: Path, value: Any) -> None:
