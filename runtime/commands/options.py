@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -32,9 +32,9 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def expanded(**values: Any) -> None:
-        for name, fields in groups.items():
+        for name, group_options in groups.items():
             group = parameters[name].annotation
-            values[name] = group(**{field: values.pop(field) for field in fields})
+            values[name] = group(**{field: values.pop(field) for field in group_options})
         command(**values)
 
     expanded.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
@@ -68,14 +68,8 @@ class OpeningOptions:
     def load_options(self, **more: Any) -> LoadOptions:
         """Raises BadParameter where an option is another backend's."""
         try:
-            return LoadOptions(
-                backend=self.backend,
-                provider=self.provider,
-                engines=self.engines,
-                threads=self.threads,
-                verify=self.verify,
-                **more,
-            )
+            names = [field.name for field in fields(OpeningOptions)]
+            return LoadOptions(**{name: getattr(self, name) for name in names}, **more)
         except OptionError as e:
             raise typer.BadParameter(
                 f"--{self.option_name(e.option)} is for --backend {e.owner}, "

@@ -34,13 +34,13 @@ class RunningRequest:
         if self.ended is None or error is not None:
             self.ended, self.error = reason, error
 
-    def advance(self, count: int, logits_V: Array) -> None:
+    def advance(self, count: int, logits: Array) -> None:
         """Drop `count` pending ids that were run; after the last of them, choose the next token."""
         del self.pending[:count]
         if self.pending or self.ended:
             return
         try:
-            token = self.sampler(logits_V)
+            token = self.sampler(logits)
         except SamplingError as e:
             self.end("error", e)
             return

@@ -68,43 +68,43 @@ class Sampler:
         self._seen = np.unique(np.asarray(prompt_ids, np.int64))
         self._generator = np.random.default_rng(params.seed)
 
-    def __call__(self, logits_V: Array) -> int:
+    def __call__(self, logits: Array) -> int:
         """The next token's id from logits fp32 [vocab].
 
         Raises SamplingError, with nothing drawn, where one is not finite.
         """
-        logits_V = logits_V.astype(np.float64)  # a copy
-        _require_finite(logits_V)
+        logits = logits.astype(np.float64)  # a copy
+        _require_finite(logits)
         if self.params.repetition_penalty != 1:
-            _penalise(logits_V, self._seen, self.params.repetition_penalty)
-        token = self._draw(logits_V) if self.params.temperature else int(logits_V.argmax())
+            _penalise(logits, self._seen, self.params.repetition_penalty)
+        token = self._draw(logits) if self.params.temperature else int(logits.argmax())
         self._seen = np.append(self._seen, token)
         return token
 
-    def _draw(self, logits_V: Array) -> int:
-        ids, weights = _candidates(self.params, logits_V)
+    def _draw(self, logits: Array) -> int:
+        ids, weights = _candidates(self.params, logits)
         cumulative = weights.cumsum()
         threshold = self._generator.random() * cumulative[-1]
         return int(ids[np.searchsorted(cumulative, threshold, side="right")])
 
 
-def _require_finite(logits_V: Array) -> None:
-    finite = np.isfinite(logits_V)
+def _require_finite(logits: Array) -> None:
+    finite = np.isfinite(logits)
     if not finite.all():
         first = int(finite.argmin())
-        raise SamplingError(f"logits: expected finite values, got {logits_V[first]} for id {first}")
+        raise SamplingError(f"logits: expected finite values, got {logits[first]} for id {first}")
 
 
-def _penalise(logits_V: Array, seen: Array, penalty: float) -> None:
+def _penalise(logits: Array, seen: Array, penalty: float) -> None:
     """Make seen ids less likely, in place; an id seen more than once is penalised once."""
-    logits = logits_V[seen]
-    logits_V[seen] = np.where(logits > 0, logits / penalty, logits * penalty)
+    old = logits[seen]
+    logits[seen] = np.where(old > 0, old / penalty, old * penalty)
 
 
-def _candidates(params: SamplingParams, logits_V: Array) -> tuple[Array, Array]:
+def _candidates(params: SamplingParams, logits: Array) -> tuple[Array, Array]:
     """The ids that may be drawn, ascending, and their weights: probabilities up to a factor."""
-    ids = _largest(logits_V, params.top_k or len(logits_V))
-    weights = logits_V[ids]
+    ids = _largest(logits, params.top_k or len(logits))
+    weights = logits[ids]
     weights -= weights.max()  # in place, here and below: new pages cost more than the arithmetic
     with np.errstate(over="ignore"):  # at the tiniest temperatures to -inf, whose weight is 0
         weights /= params.temperature

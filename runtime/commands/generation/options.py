@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from runtime.commands.generation.prompts import (
+    SAMPLING,
     PromptRequest,
     chat_request,
     file_requests,
@@ -87,12 +88,5 @@ class SettingOptions:
 
     def generation_options(self) -> GenerationOptions:
         """Raises SamplingError."""
-        sampling = SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            seed=self.seed,
-        )
+        sampling = SamplingParams(**{name: getattr(self, name) for name in SAMPLING})
         return GenerationOptions(self.max_new_tokens, sampling, self.stop or ())

@@ -21,13 +21,13 @@ def logits_of(probabilities: Sequence[float]) -> Array:
     return np.log(np.array(probabilities, np.float32))
 
 
-def draws(count: int, logits_V: Array, seen: Sequence[int] = (), **params: Any) -> Array:
+def draws(count: int, row: Array, seen: Sequence[int] = (), **params: Any) -> Array:
     """The first tokens of numbers that lie evenly in [0, 1), in place of random ones."""
     tokens = []
     for u in (np.arange(count) + 0.5) / count:
         sampler = Sampler(SamplingParams(**{"temperature": 1.0} | params), seen)
         sampler._generator = Fixed(u)  # type: ignore[assignment]
-        tokens.append(sampler(logits_V))
+        tokens.append(sampler(row))
     return np.array(tokens)
 
 
@@ -183,13 +183,13 @@ def test_all_settings_together_follow_their_definitions(
 ) -> None:
     """Token by token, one number drawn for each, and all that came before in mind."""
     seen = data.draw(st.lists(st.integers(0, len(logits) - 1), max_size=5))
-    sampler, logits_V = Sampler(params, seen), np.array(logits, np.float32)
+    sampler, row = Sampler(params, seen), np.array(logits, np.float32)
     for u in np.random.default_rng(params.seed).random(4):
-        expected, near = decide(params, seen, logits_V, u)
-        token = sampler(logits_V)
+        expected, near = decide(params, seen, row, u)
+        token = sampler(row)
         assert token == expected or near < 1e-12, near
         seen.append(token)
-        logits_V = np.roll(logits_V, 1)
+        row = np.roll(row, 1)
 
 
 @pytest.mark.parametrize("width", [0.01, 1.0, 6.0])
@@ -282,11 +282,11 @@ def test_logits_that_move_by_less_than_the_margin_change_nothing(
     params: SamplingParams, logits: list[float], noise: int
 ) -> None:
     """Less by what penalty and temperature make of it, and the exponential on both sides."""
-    logits_V, seen = np.array(logits), [0, len(logits) // 2]
+    row, seen = np.array(logits), [0, len(logits) // 2]
     u = np.random.default_rng(params.seed).random()
-    token, near = decide(params, seen, logits_V, u)
+    token, near = decide(params, seen, row, u)
     stretch = max(params.repetition_penalty, 1 / params.repetition_penalty) / 0.3
     shift = np.random.default_rng(noise).choice([-1, 1], len(logits))
-    moved = logits_V + shift * min(near, 0.5) / (8 * stretch)
+    moved = row + shift * min(near, 0.5) / (8 * stretch)
     assert decide(params, seen, moved, u)[0] == token
     assert near < 1e-9 or Sampler(params, seen)(moved) == token

@@ -36,9 +36,9 @@ class Recording(Scheduler):
         item = self.waiting[-1]
         kept, sample = self.logits.setdefault(ticket, []), item.sampler
 
-        def record(logits_V: Array) -> int:
-            kept.append(logits_V)
-            return sample(logits_V)
+        def record(row: Array) -> int:
+            kept.append(row)
+            return sample(row)
 
         item.sampler = record  # type: ignore[assignment]
         return ticket
@@ -57,8 +57,8 @@ def near_ties(request: Request, done: Completion, logits: Sequence[Array], alone
     """1 where the tokens part at a choice that was near another; raises where they part at none."""
     pairs = zip(done.tokens, alone.tokens, strict=False)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(done.tokens))
-    for logits_V, expected in zip(logits[: same + 1], alone.logits, strict=False):
-        np.testing.assert_allclose(logits_V, expected, atol=CLOSE, rtol=0)
+    for row, expected in zip(logits[: same + 1], alone.logits, strict=False):
+        np.testing.assert_allclose(row, expected, atol=CLOSE, rtol=0)
     if same == len(done.tokens):
         assert done.reason == "cancelled" or done.tokens == tuple(alone.tokens)
         return 0
