@@ -6,15 +6,15 @@ from graphs.commands import ERRORS
 app = make_lazy_app(
     "The contract between export and runtime: models, graphs and engines.",
     {
-        "describe": "graphs.commands.describe",
-        "budget": "graphs.commands.budget",
-        "parity": "graphs.commands.parity",
-        "report": "graphs.commands.parity",
-        "standalone": "graphs.commands.parity",
-        "verify": "graphs.commands.checks",
-        "lint": "graphs.commands.checks",
-        "compile": "graphs.commands.compile",
-        "table": "graphs.commands.compile",
+        "describe": "graphs.commands.describe:describe",
+        "budget": "graphs.commands.budget:budget",
+        "parity": "graphs.commands.parity:parity",
+        "report": "graphs.commands.parity:report",
+        "standalone": "graphs.commands.parity:standalone",
+        "verify": "graphs.commands.checks:verify",
+        "lint": "graphs.commands.checks:lint",
+        "compile": "graphs.commands.compile:compile",
+        "table": "graphs.commands.compile:table",
     },
 )
 

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 import typer.core
@@ -27,6 +27,13 @@ from rich.progress import (
 from graphs.contract.rope_config import ConfigError
 from graphs.contract.spec import BuildError
 
+# The extra of pyproject.toml that brings each package that is not always there.
+EXTRAS = {
+    **dict.fromkeys(("torch", "numba", "onnx_ir", "onnxscript"), "export"),
+    **dict.fromkeys(("tensorrt_rtx", "polygraphy", "onnx_graphsurgeon"), "compile"),
+    "tensorrt": "tensorrt",
+}
+
 
 def make_app(summary: str) -> typer.Typer:
     """A command line whose errors `run` reports."""
@@ -35,24 +42,32 @@ def make_app(summary: str) -> typer.Typer:
     )
 
 
-def make_lazy_app(summary: str, modules: Mapping[str, str]) -> typer.Typer:
+def make_lazy_app(
+    summary: str, commands: Mapping[str, str], options: Callable[..., None] = lambda: None
+) -> typer.Typer:
     """A command line whose commands are imported when one is called, or all for `--help`.
 
-    `modules`: each command's name and the module whose `app` has it.
+    `commands`: each command's name, and the function or app behind it as `module:attribute`.
+    `options`: a function whose parameters are the options before a command.
     """
 
     class LazyCommands(typer.core.TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:
-            return list(modules)
+            return list(commands)
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            if cmd_name not in modules:
+            if cmd_name not in commands:
                 return None
-            module = importlib.import_module(modules[cmd_name])
-            return typer.main.get_group(module.app).commands[cmd_name]
+            module, _, attribute = commands[cmd_name].partition(":")
+            command = getattr(importlib.import_module(module), attribute)
+            if isinstance(command, typer.Typer):
+                return typer.main.get_group(command)
+            app = make_app("")
+            app.command(cmd_name)(command)
+            return typer.main.get_command(app)
 
     app = make_app(summary)
-    app.callback(cls=LazyCommands)(lambda: None)  # without it a Typer app needs a command
+    app.callback(cls=LazyCommands)(options)  # without it a Typer app needs a command
     return app
 
 
@@ -122,12 +137,24 @@ def run(
     """Run a command line; ConfigError, BuildError and `errors` end it with one line and exit 1.
 
     `find_errors` returns more of them, and is called only when one was raised: importing them may
-    take long. Anything else is a bug of ours and keeps its traceback.
+    take long. A package that an extra would bring ends it likewise; anything else is a bug of ours
+    and keeps its traceback.
     """
     try:
         app()
+    except ModuleNotFoundError as e:
+        if (extra := EXTRAS.get((e.name or "").split(".")[0])) is None:
+            raise
+        _fail(
+            f"{e.name}: expected this package, which is not installed; do pip install '.[{extra}]' "
+            "in the folder of kimi-trt's sources"
+        )
     except Exception as e:
         if not isinstance(e, (ConfigError, BuildError, *errors, *find_errors())):
             raise
-        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(1)
+        _fail(str(e))
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(1)

@@ -13,10 +13,7 @@ from graphs.contract.manifest import Profile
 from graphs.contract.shapes import check_profile
 from graphs.contract.spec import Precision
 
-app = typer.Typer()
 
-
-@app.command()
 def budget(
     sources: Annotated[
         list[str] | None,

@@ -12,10 +12,7 @@ from graphs.engines.lint import RULES, lint_build
 from graphs.parity.ranges import golden_findings
 from graphs.parity.replay import graph_cases
 
-app = typer.Typer()
 
-
-@app.command()
 def lint(
     build: Annotated[
         Path, typer.Argument(help="A build folder with spec.json: build/MODEL/PRECISION.")
@@ -38,7 +35,6 @@ def lint(
         raise typer.Exit(1)
 
 
-@app.command()
 def verify(
     build: Annotated[Path, typer.Argument(help="A build folder: build/MODEL/PRECISION.")],
 ) -> None:

@@ -16,11 +16,8 @@ from graphs.engines.compile import BuildProgress, compile_build
 from graphs.engines.table import engine_table
 from graphs.engines.targets import TARGETS
 
-app = typer.Typer()
 
-
-@app.command("compile")
-def compile_command(
+def compile(
     build: Annotated[
         Path, typer.Argument(help="A build folder with spec.json: build/MODEL/PRECISION.")
     ],
@@ -70,7 +67,6 @@ def compile_command(
         console.print(f"not built, or stale: {', '.join(missing)}")
 
 
-@app.command()
 def table(
     manifests: Annotated[
         list[Path], typer.Argument(help="Manifests: build/MODEL/PRECISION/FOLDER/manifest.json.")

@@ -11,10 +11,7 @@ from graphs.budget.accounting import Account, Figures
 from graphs.cli import wide_console
 from graphs.contract.config import load_config
 
-app = typer.Typer()
 
-
-@app.command()
 def describe(
     source: Annotated[
         str,

@@ -12,10 +12,7 @@ from graphs.report.merge import merge
 from graphs.report.page import save_page
 from graphs.report.terminal import failures, show, summary
 
-app = typer.Typer()
 
-
-@app.command()
 def parity(
     build: Annotated[
         Path, typer.Argument(help="A build folder with goldens: build/MODEL/PRECISION.")
@@ -32,7 +29,6 @@ def parity(
         raise typer.Exit(1)
 
 
-@app.command()
 def report(
     builds: Annotated[
         list[Path],
@@ -51,7 +47,6 @@ def report(
         raise typer.Exit(1)
 
 
-@app.command()
 def standalone(
     build: Annotated[
         Path, typer.Argument(help="A build folder with goldens: build/MODEL/PRECISION.")

@@ -62,8 +62,13 @@ class TorchDriver:
 
     def __init__(self) -> None:
         """Raises DeviceError."""
-        import torch
-
+        try:
+            import torch
+        except ImportError as e:
+            raise DeviceError(
+                f"torch: expected it for the GPU's memory, got: {e}; do pip install '.[cuda]' in the "
+                "folder of kimi-trt's sources, or use the backend onnxruntime"
+            ) from e
         if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             raise DeviceError(
                 f"torch {torch.__version__} is built without CUDA; install a build with it, as "
