@@ -29,7 +29,7 @@ from graphs.contract.quantization import Int4Groups
 from graphs.contract.spec import BuildError, BuildSpec, config_hash
 from graphs.contract.tensorfile import TensorWriter
 
-Progress = Callable[[str, int, int], None]  # file's name, bytes written, bytes in all
+PackingProgress = Callable[[str, int, int], None]  # file's name, bytes written, bytes in all
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def pack(
     checkpoint: Checkpoint,
     build: Path,
     workers: int | None = None,
-    progress: Progress = lambda file, done, total: None,
+    progress: PackingProgress = lambda file, done, total: None,
     started: Callable[[PackingPlan], None] = lambda plan: None,
 ) -> list[Path]:
     """Write weights, rope tables, tokenizer and generation config; returns the build's files.
@@ -112,7 +112,7 @@ def matching_spec(checkpoint: Checkpoint, build: Path) -> BuildSpec:
     return spec
 
 
-def _make_files(plan: PackingPlan, folder: Path, workers: int, progress: Progress) -> None:
+def _make_files(plan: PackingPlan, folder: Path, workers: int, progress: PackingProgress) -> None:
     done, total = 0, sum(file.bytes for file in plan.todo)
     threads = torch.get_num_threads()
     try:
