@@ -105,7 +105,7 @@ def test_a_graph_that_breaks_a_rule_is_refused(build: Path) -> None:
     plant_a_copy(build)
     before = content_of(build / FOLDER)
     message = (
-        r"dense: 2-D linear activations: node\S+ \(FP8Linear\): attention\.o\.weight .*58\.7 MB, "
+        r"dense: 2-D linear activations: node\S+ \(FP8Linear\): attention\.o\.weight: .*58\.7 MB, "
         r"is copied at every run .*`python -m graphs lint` lists all"
     )
     with pytest.raises(CompileError, match=message):
