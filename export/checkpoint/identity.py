@@ -1,11 +1,11 @@
-"""What tells one checkpoint from another, without reading all of it; needs no torch.
+"""The identity of a checkpoint, taken without reading all of it; needs no torch.
 
 Two fine-tunes agree in config and in the names and sizes of their files, so the first, middle and
 last bytes of every tensor are hashed. Files that builds copy (tokenizer, generation config) are
-hashed whole. Paths and times are no part of it: a folder that moved is the same checkpoint.
+hashed whole. Paths and times do not count: a folder that moved is the same checkpoint.
 
-A shard that was sampled before is not read again while its inode and its times stand: nothing that
-writes to a file leaves its time of change (ctime) as it was.
+A shard that was sampled before is not read again while its inode and times stay the same: every
+write to a file changes its ctime.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from graphs.contract.tensorfile import read_header
 
 INDEX = "model.safetensors.index.json"
 
-# What a checkpoint may bring along; without any of these the runtime's tokenizer is bytes.
+# A checkpoint may bring any of these; without them the runtime's tokens are bytes.
 TOKENIZER_FILES = (
     "tiktoken.model",
     "tokenizer.json",
@@ -37,10 +37,10 @@ SAMPLE = 256  # bytes at each of three places of a tensor
 
 @dataclass(frozen=True)
 class ShardIdentity:
-    """One shard: what it holds, and what its file system says of it.
+    """One shard: its content, and its state in the file system.
 
-    Another `modified_ns` is a reason to pack it anew, another `inode` (device, number, time of
-    change) a reason to look at it again; neither makes it another shard.
+    Another `modified_ns` is a reason to pack it again, another `inode` (device, number, ctime) a
+    reason to sample it again; neither makes it another shard.
     """
 
     name: str
@@ -61,7 +61,7 @@ class CheckpointIdentity:
 
     @classmethod
     def from_folder(cls, folder: Path, known: Iterable[ShardIdentity] = ()) -> "CheckpointIdentity":
-        """Read all but the known shards that nobody touched.
+        """Read all shards but the known ones that have not changed.
 
         Raises ConfigError, CheckpointError.
         """
@@ -75,13 +75,13 @@ class CheckpointIdentity:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The hash of everything but the times."""
+        """The hash of everything but times and inodes."""
         shards = [[s.name, s.bytes, s.header_sha256, s.sample_sha256] for s in self.shards]
         content = json.dumps([self.config_sha256, shards, sorted(self.files.items())])
         return hashlib.sha256(content.encode()).hexdigest()
 
     def difference(self, other: "CheckpointIdentity") -> str:
-        """The first thing in which another checkpoint differs from this one, in words."""
+        """How another checkpoint differs from this one, in words: the first difference."""
         if self.config_sha256 != other.config_sha256:
             return "another config.json"
         if [s.name for s in self.shards] != [s.name for s in other.shards]:
@@ -96,7 +96,7 @@ class CheckpointIdentity:
 
 
 def _shard_names(folder: Path) -> list[str]:
-    """The files that the index names, or where there is no index all safetensors files."""
+    """The shards that the index names, or, without an index, all safetensors files."""
     path = folder / INDEX
     if not path.is_file():
         return sorted(shard.name for shard in folder.glob("*.safetensors"))
@@ -104,11 +104,11 @@ def _shard_names(folder: Path) -> list[str]:
         names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
         return sorted(map(str, names))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"{path}: expected a JSON object with 'weight_map': {e}") from e
+        raise CheckpointError(f"{path}: expected a JSON object with 'weight_map' ({e!r})") from e
 
 
 def _shard(path: Path, known: ShardIdentity | None) -> ShardIdentity:
-    """Its header, and a sample of each tensor in the order of the header."""
+    """Hash the header, and a sample of each tensor in the order of the header."""
     try:
         status = path.stat()
         inode = (status.st_dev, status.st_ino, status.st_ctime_ns)
