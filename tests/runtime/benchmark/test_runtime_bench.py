@@ -406,9 +406,7 @@ def test_results_that_are_not_finite_are_no_measurement(
 ) -> None:
     chain, double = doubled
     double.plant("head", (WARM_UP + 1) * (1 + IN_A_ROW), "logits")  # the last run
-    with pytest.raises(
-        BenchError, match=r"head, 1 × 1 on 100 .* expected finite results .*, got"
-    ):
+    with pytest.raises(BenchError, match=r"head, 1 × 1 on 100 .* expected finite results .*, got"):
         bench(chain, "T", [1], [100], 1)
 
 
