@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from graphs.scoring import WINDOW, Scores
-from runtime.devices.base import Progress, no_progress
+from runtime.devices.base import LoadProgress, no_progress
 from runtime.evaluate import evaluate
 from runtime.load import load_chain
 from runtime.serving.encoder import Encoder, GenerationOptions, Prompt
@@ -30,7 +30,7 @@ class LLM:
         self._results: dict[int, Completion] = {}
 
     @classmethod
-    def load(cls, build: str | Path, progress: Progress = no_progress, **options: Any) -> "LLM":
+    def load(cls, build: str | Path, progress: LoadProgress = no_progress, **options: Any) -> "LLM":
         """Open a build folder; `options` are LoadOptions. Raises as `load_chain`."""
         return cls(Path(build), load_chain(Path(build), progress, **options))
 

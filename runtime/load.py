@@ -14,7 +14,7 @@ from runtime.backends.onnxruntime import OnnxRuntimeBackend
 from runtime.backends.tensorrt import TensorRTBackend
 from runtime.cache.budget import BudgetError, CacheBudget, rows_within
 from runtime.cache.strides import least_stride, stride_for
-from runtime.devices.base import HostDevice, Progress, no_progress
+from runtime.devices.base import HostDevice, LoadProgress, no_progress
 from runtime.devices.cuda import CudaDevice
 from runtime.devices.memory_plan import MemoryPlan
 from runtime.devices.weights import Weights
@@ -75,12 +75,12 @@ _OWN_OPTIONS: dict[BackendName, tuple[str, ...]] = {
 }
 
 
-def load_chain(build: Path, progress: Progress = no_progress, **options: Any) -> Chain:
+def load_chain(build: Path, progress: LoadProgress = no_progress, **options: Any) -> Chain:
     """Open a build folder with LoadOptions as keywords. Raises as `open_chain`."""
     return open_chain(build, LoadOptions(**options), progress)
 
 
-def open_chain(build: Path, options: LoadOptions, progress: Progress = no_progress) -> Chain:
+def open_chain(build: Path, options: LoadOptions, progress: LoadProgress = no_progress) -> Chain:
     """Open a build folder.
 
     Raises BuildError where it is incomplete, damaged or of another GPU or version; DeviceError
@@ -110,7 +110,7 @@ def _assemble(
     backend: Backend,
     profile: Profile,
     cache: int | str | None,
-    progress: Progress,
+    progress: LoadProgress,
 ) -> Chain:
     """Count memory, then take it: weights, cache, buffers."""
     on_host = backend.device.kind == "cpu"  # where weights stay mapped

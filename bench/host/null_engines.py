@@ -27,7 +27,7 @@ from runtime.backends import Backend, ExpertSlot
 from runtime.backends.engine import LoadedEngine
 from runtime.backends.onnxruntime import OnnxRuntimeBackend
 from runtime.backends.tensorrt import TensorRTBackend
-from runtime.devices.base import Buffer, Device, HostDevice, Progress, no_progress
+from runtime.devices.base import Buffer, Device, HostDevice, LoadProgress, no_progress
 from runtime.devices.cuda import CudaDevice
 from runtime.devices.driver import Event
 from runtime.devices.weights import Weights
@@ -95,7 +95,7 @@ class NullBackend:
     def __init__(self) -> None:
         self.device: Device = HostDevice()
 
-    def load_weights(self, weights: Weights, progress: Progress) -> None:
+    def load_weights(self, weights: Weights, progress: LoadProgress) -> None:
         pass
 
     def block(
@@ -211,7 +211,7 @@ class NullDriver:
 class NullGpu(CudaDevice):
     """A GPU that copies no weights: they have one address for all."""
 
-    def place(self, tensors: Mapping[str, Array], progress: Progress) -> dict[str, Buffer]:
+    def place(self, tensors: Mapping[str, Array], progress: LoadProgress) -> dict[str, Buffer]:
         return dict.fromkeys(tensors, self.zeros((1,), np.dtype(np.uint8)))
 
 

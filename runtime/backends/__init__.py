@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 from graphs.contract.config import BlockType
 from graphs.contract.tensorfile import Array
-from runtime.devices.base import Buffer, Device, Progress
+from runtime.devices.base import Buffer, Device, LoadProgress
 from runtime.devices.weights import Weights
 
 
@@ -35,7 +35,7 @@ class Backend(Protocol):
     least_rows: int  # from this many rows up, a row's result does not depend on its neighbours
     scratch_bytes: int  # of the device's memory, for all runs together
 
-    def load_weights(self, weights: Weights, progress: Progress) -> None:
+    def load_weights(self, weights: Weights, progress: LoadProgress) -> None:
         """Bind all weights, once; runs are possible from then on. Raises DeviceError."""
 
     def block(

@@ -15,7 +15,7 @@ from graphs.contract.spec import GRAPHS, BuildSpec, GraphName, expert_weight
 from graphs.contract.tensorfile import Array, TensorFile
 from graphs.session import ONNX_TYPE, open_session, ort_value
 from runtime.backends import BackendError, ExpertSlot
-from runtime.devices.base import Buffer, Device, Progress
+from runtime.devices.base import Buffer, Device, LoadProgress
 from runtime.devices.weights import Weights
 
 _Place = tuple[str, int, int, tuple[int, ...], int]  # device, its number, type, shape, address
@@ -53,7 +53,7 @@ class OnnxRuntimeBackend:
         self._placed: list[dict[str, Buffer]] = []  # keeps alive what is bound by address alone
         self._slot_weights = [[t.name for t in weights] for weights in spec.slot_weights]
 
-    def load_weights(self, weights: Weights, progress: Progress) -> None:
+    def load_weights(self, weights: Weights, progress: LoadProgress) -> None:
         tables, head = (self._place(file, progress) for file in (weights.rope, weights.head))
         self.head_binding.bind(head)
         for layer, file in enumerate(weights.layers):
@@ -104,7 +104,7 @@ class OnnxRuntimeBackend:
     def _binding(self, graph: GraphName) -> "_Binding":
         return _Binding(graph, self.sessions[graph], self.device)
 
-    def _place(self, file: TensorFile, progress: Progress) -> dict[str, Buffer]:
+    def _place(self, file: TensorFile, progress: LoadProgress) -> dict[str, Buffer]:
         self._placed.append(self.device.place(file.tensors, progress))
         return self._placed[-1]
 

@@ -28,7 +28,7 @@ from runtime.backends.engine import Context, Library, LoadedEngine, RtxOptions
 from runtime.backends.engine_check import check_engine
 from runtime.backends.engine_folder import check_target, check_version, read_engines
 from runtime.backends.kernel_cache import KernelCache, cache_path
-from runtime.devices.base import Buffer, Device, DeviceError, Progress
+from runtime.devices.base import Buffer, Device, DeviceError, LoadProgress
 from runtime.devices.cuda import CudaDevice
 from runtime.devices.weights import Weights
 
@@ -94,7 +94,7 @@ class TensorRTBackend:
             engines[graph] = engine
         return cls(spec, manifest.profile, device, engines, caches)
 
-    def load_weights(self, weights: Weights, progress: Progress) -> None:
+    def load_weights(self, weights: Weights, progress: LoadProgress) -> None:
         zeros, config = self._gpu.zeros, self.spec.config
         self._scratch = zeros((self._engine_bytes,), np.dtype(np.uint8))
         self._slots = zeros((self._slot_bytes,), np.dtype(np.uint8))
@@ -220,7 +220,7 @@ class TensorRTBackend:
 class _Uploads:
     """The weights on the GPU, and how many bytes of them are there so far."""
 
-    def __init__(self, gpu: CudaDevice, total: int, progress: Progress) -> None:
+    def __init__(self, gpu: CudaDevice, total: int, progress: LoadProgress) -> None:
         self.gpu, self.total, self.progress = gpu, total, progress
         self.done = 0
         self.placed: list[Mapping[str, Buffer]] = []

@@ -15,11 +15,11 @@ from graphs.contract.tensorfile import ALIGNMENT, Array
 
 Buffer = Any  # numpy.ndarray on the host, torch.Tensor on a GPU: contiguous, of a known device
 
-Progress = Callable[[str, int, int], None]  # what, bytes done, bytes in all
+LoadProgress = Callable[[str, int, int], None]  # what, bytes done, bytes in all
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """Progress that nobody watches."""
+    """LoadProgress that nobody watches."""
 
 
 class DeviceError(RuntimeError):
@@ -38,7 +38,7 @@ class Device(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         """A new buffer, zeroed, on a 256-byte boundary. Raises DeviceError."""
 
-    def place(self, tensors: Mapping[str, Array], progress: Progress) -> dict[str, Buffer]:
+    def place(self, tensors: Mapping[str, Array], progress: LoadProgress) -> dict[str, Buffer]:
         """Read-only weights, each on a 256-byte boundary. Raises DeviceError.
 
         The host leaves them where they lie, mapped from their file.
@@ -104,7 +104,7 @@ class HostDevice:
         start = -block.ctypes.data % ALIGNMENT
         return block[start : start + count].view(dtype).reshape(shape)
 
-    def place(self, tensors: Mapping[str, Array], progress: Progress) -> dict[str, Buffer]:
+    def place(self, tensors: Mapping[str, Array], progress: LoadProgress) -> dict[str, Buffer]:
         return dict(tensors)
 
     def view(self, buffer: Buffer, dtype: np.dtype[Any]) -> Buffer:

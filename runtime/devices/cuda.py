@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from graphs.contract.tensorfile import ALIGNMENT, DTYPES, Array
-from runtime.devices.base import Buffer, DeviceError, Progress
+from runtime.devices.base import Buffer, DeviceError, LoadProgress
 from runtime.devices.driver import Driver, TorchDriver
 
 PIECE = 64 * 2**20  # bytes of weights that are copied at a time
@@ -49,7 +49,7 @@ class CudaDevice:
         self._do(buffer.zero_)
         return buffer.view(self._types[dtype]).view(shape)
 
-    def place(self, tensors: Mapping[str, Array], progress: Progress) -> dict[str, Buffer]:
+    def place(self, tensors: Mapping[str, Array], progress: LoadProgress) -> dict[str, Buffer]:
         starts, end = {}, 0
         for name, array in tensors.items():
             starts[name] = end

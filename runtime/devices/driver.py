@@ -66,8 +66,8 @@ class TorchDriver:
             import torch
         except ImportError as e:
             raise DeviceError(
-                f"torch: expected it for the GPU's memory, got: {e}; do pip install '.[cuda]' in "
-                "the folder of kimi-trt's sources, or use the backend onnxruntime"
+                f"torch: expected for the GPU's memory, got: {e}; do pip install '.[cuda]' in the "
+                "folder of kimi-trt's sources, or use the backend onnxruntime"
             ) from e
         if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             raise DeviceError(

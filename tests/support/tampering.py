@@ -7,7 +7,7 @@ import numpy as np
 
 from graphs.contract.tensorfile import Array
 from runtime.backends import Backend, ExpertSlot
-from runtime.devices.base import Buffer, Progress
+from runtime.devices.base import Buffer, LoadProgress
 from runtime.devices.weights import Weights
 from runtime.step.chain import Chain
 
@@ -42,7 +42,7 @@ class Tampering:
         self.device, self.least_rows = inner.device, inner.least_rows
         self.scratch_bytes = inner.scratch_bytes
 
-    def load_weights(self, weights: Weights, progress: Progress) -> None:
+    def load_weights(self, weights: Weights, progress: LoadProgress) -> None:
         self.inner.load_weights(weights, progress)
 
     def block(

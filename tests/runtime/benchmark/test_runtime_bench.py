@@ -53,8 +53,21 @@ def on_double(
     return Chain(spec, weights, backend, PROFILE, cache), double
 
 
+@pytest.fixture(scope="module")
+def shared(nano: Build, tmp_path_factory: pytest.TempPathFactory) -> tuple[Chain, TensorRTDouble]:
+    return on_double(nano("fp32"), tmp_path_factory.mktemp("double"))
+
+
 @pytest.fixture
-def doubled(nano: Build, tmp_path: Path) -> tuple[Chain, TensorRTDouble]:
+def doubled(shared: tuple[Chain, TensorRTDouble]) -> tuple[Chain, TensorRTDouble]:
+    """For tests that plant no fault; nothing has run."""
+    shared[1].runs.clear()
+    return shared
+
+
+@pytest.fixture
+def faulty(nano: Build, tmp_path: Path) -> tuple[Chain, TensorRTDouble]:
+    """For one test's faults."""
     return on_double(nano("fp32"), tmp_path)
 
 
@@ -384,9 +397,9 @@ def test_a_floor_of_what_the_gpu_s_cache_holds_is_said_to_be_none() -> None:
 
 @pytest.mark.parametrize("graph", ["dense", "moe", "experts", "head"])
 def test_an_engine_that_fails_is_named_with_its_case(
-    doubled: tuple[Chain, TensorRTDouble], graph: str
+    faulty: tuple[Chain, TensorRTDouble], graph: str
 ) -> None:
-    chain, double = doubled
+    chain, double = faulty
     double.plant(graph, 3, "refuse")
     expected = rf"^{graph}, 1 × 1 on 100 cached rows: engine {graph}, .* refused: .*planted fault"
     with pytest.raises(BenchError, match=expected):
@@ -394,21 +407,19 @@ def test_an_engine_that_fails_is_named_with_its_case(
     assert chain.cache.handles == []
 
 
-def test_a_step_that_fails_is_named_with_its_case(doubled: tuple[Chain, TensorRTDouble]) -> None:
-    chain, double = doubled
+def test_a_step_that_fails_is_named_with_its_case(faulty: tuple[Chain, TensorRTDouble]) -> None:
+    chain, double = faulty
     double.plant("dense", (WARM_UP + 1) * (1 + IN_A_ROW) + 2, "refuse")
     with pytest.raises(BenchError, match=r"^chain, 1 × 1 on 100 cached rows: engine dense"):
         bench(chain, "T", [1], [100], 1)
 
 
 def test_results_that_are_not_finite_are_no_measurement(
-    doubled: tuple[Chain, TensorRTDouble],
+    faulty: tuple[Chain, TensorRTDouble],
 ) -> None:
-    chain, double = doubled
+    chain, double = faulty
     double.plant("head", (WARM_UP + 1) * (1 + IN_A_ROW), "logits")  # the last run
-    with pytest.raises(
-        BenchError, match=r"head, 1 × 1 on 100 .* finite results .* expected, found"
-    ):
+    with pytest.raises(BenchError, match=r"head, 1 × 1 on 100 .* expected finite results .*, got"):
         bench(chain, "T", [1], [100], 1)
 
 
