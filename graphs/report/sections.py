@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterable, Iterator
 
 from graphs.parity.findings import Hint
-from graphs.report.error_plots import layer_figures, position_figures, tap_figures
+from graphs.report.error_plots import layer_figures, tap_figures
 from graphs.report.figures import FAILED, badge, table
-from graphs.report.fp8_plots import saturation_figures, saturation_table, scale_figures
+from graphs.report.fp8_table import saturation_table
 from graphs.report.markup import Markup, element, join
 from graphs.report.merge import BuildFindings
-from graphs.report.routing_plots import margin_figure, routing_table, tie_limit, tie_table
+from graphs.report.routing_tables import routing_table, tie_table
 from graphs.report.wording import (
     ERROR_OF,
     count,
@@ -74,12 +74,6 @@ def _errors(build: BuildFindings) -> Iterator[Markup]:
         "Of each layer the tensor that uses most of its limit, whichever that is; at 1 it fails.",
         layer_figures(build),
     )
-    yield from _plots(
-        "Error per position",
-        "The first bad tap, the tensors nearest their limits and the worst outputs, by token. "
-        "Limits hold for whole tensors, so none is drawn.",
-        position_figures(build),
-    )
 
 
 def _plots(title: str, caption: str, figures: list[Markup]) -> Iterator[Markup]:
@@ -102,15 +96,12 @@ def _fp8(build: BuildFindings) -> Iterator[Markup]:
         "weight packing flushed cannot be told from it.",
         class_="caption",
     )
-    yield element("div", *saturation_figures(build.fp8), class_="figures")
-    yield element("div", *scale_figures(build.fp8), class_="figures")
     yield saturation_table(build.fp8)
 
 
 def _routing(build: BuildFindings) -> Iterator[Markup]:
     if not build.routing:
         return
-    limit = tie_limit(build.rows)
     yield element("h3", "Routing")
     yield element(
         "p",
@@ -119,7 +110,6 @@ def _routing(build: BuildFindings) -> Iterator[Markup]:
         "is a tie, no error.",
         class_="caption",
     )
-    yield element("div", margin_figure(build.routing, limit), class_="figures")
     yield routing_table(build.routing)
     if build.ties:
         yield element(

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from graphs.__main__ import app
 from graphs.contract.spec import GRAPHS, BuildError, BuildSpec, GraphSpec, Precision, config_hash
 from graphs.parity.findings import (
     FP8Stats,
@@ -27,7 +30,7 @@ from graphs.parity.findings import (
     first_bad,
     fragment_path,
 )
-from graphs.report.error_plots import position_figures, tap_figures
+from graphs.report.error_plots import tap_figures
 from graphs.report.merge import BuildFindings, merge
 from graphs.report.page import page, save_page
 from graphs.report.svg import Axis, Point, Series, log_chart
@@ -121,9 +124,8 @@ def build(tmp_path: Path) -> Path:
     )
 
 
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "graphs", "report", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
+def command(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
 def test_a_fragment_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -237,7 +239,7 @@ def test_the_command_says_what_failed_first_and_leaves_the_report(
 ) -> None:
     out = tmp_path / "out"
     done = command(build, "--out", out)
-    assert done.returncode == 1 and done.stderr == ""
+    assert done.exit_code == 1 and done.stderr == ""
     text = " ".join(done.stdout.split())
     assert "fp8, first bad tap: scores in moe_001_prefill, layer 1: relative RMS 0.30" in text
     assert "limit 0.002, largest at index [0, 17, 3]" in text
@@ -250,7 +252,7 @@ def test_the_command_says_what_failed_first_and_leaves_the_report(
 def test_the_command_passes_where_all_is_well(tmp_path: Path) -> None:
     build = reported(build_at(tmp_path / "tiny" / "fp8"), rows(), routing=[routing(1e-3)])
     done = command(build, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.output
     assert "first bad" not in done.stdout.replace("first bad,", "") and "passed" in done.stdout
     assert verdict_of((tmp_path / "report.html").read_text()) == "passed"
 
@@ -258,8 +260,8 @@ def test_the_command_passes_where_all_is_well(tmp_path: Path) -> None:
 def test_a_missing_fragment_names_the_command_that_makes_it(build: Path, tmp_path: Path) -> None:
     fragment_path(build, "chain").unlink()
     done = command(build, "--out", tmp_path / "out")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert f"missing; make it with `python -m runtime parity {build}`" in done.stderr
+    assert isinstance(done.exception, BuildError)
+    assert f"missing; make it with `python -m runtime parity {build}`" in str(done.exception)
     assert not (tmp_path / "out").exists()
     fragment_path(build, "graphs").unlink()
     with pytest.raises(BuildError, match=f"make it with `python -m graphs parity {build}`"):
@@ -323,13 +325,12 @@ def test_the_page_is_whole_and_asks_nothing_of_a_network(build: Path) -> None:
         "3 rows overflow",
         "tokens: no golden of them",
         "All 8 comparisons",
-        "tie limit 0.002",
         "0.0045",
-        "attention.o, activation: 20 of 1,000 values, 2.0 %",
-        "scale 2^-9 to 2^-8: 3 rows, 75 %",
+        "2.0 % in layer 1",
+        "2^-9 to 2^-6",
     ):
         assert expected in text, expected
-    assert sum(tag == "svg" for tag, _ in reader.elements) == 9
+    assert sum(tag == "svg" for tag, _ in reader.elements) == 3
 
 
 def test_a_failed_build_without_a_hint_claims_no_cause(tmp_path: Path) -> None:
@@ -393,24 +394,16 @@ def test_a_tap_that_fails_in_one_layer_is_marked_whatever_its_error(build: Path)
     assert figure.count("FAILED") == 1 and "limit 0.002 FAILED" in figure
 
 
-def test_positions_are_drawn_of_the_first_bad_tap_and_the_worst_only(build: Path) -> None:
-    many = [row(f"tap{i}", i, 1e-5 * (i + 1)) for i in range(40)] + rows(fault=3)
-    report = BuildFindings("fp8", (fragment(build, "graphs", many),))
-    (figure,) = position_figures(report)
-    legend = re.findall(r"</i>([^,<]*), moe_001_prefill<", figure)
-    assert legend[0] == "scores" and len(legend) == 5 and {"experts", "y"} <= set(legend)
-
-
 def test_a_large_report_stays_small(build: Path) -> None:
-    """1,500 rows of 100 positions each: the numbers of positions are in report.json alone."""
+    """300 rows of 100 positions each: the numbers of positions are in report.json alone."""
     many = [
         row(
             f"tap{i % 30}", i % 30, case=f"moe_{i // 30:03d}", layer=i // 30, positions=[1e-4] * 100
         )
-        for i in range(1500)
+        for i in range(300)
     ]
     fragment(build, "graphs", many).save(build)
-    assert len(page(merge([build])).encode()) < 600_000
+    assert len(page(merge([build])).encode()) < 150_000
 
 
 def test_numbers_read_well() -> None:
@@ -461,6 +454,7 @@ def test_make_parity_fails_and_leaves_the_report(build: Path, tmp_path: Path) ->
     made = [".exported", *made, "spec.json", ".weights", ".golden"]
     order = [
         *sources,
+        *(tmp_path / "graphs" / name for name in ("parity/taps.py", "session.py")),
         tmp_path / ".venv" / ".installed",
         tmp_path / "models" / "tiny" / "config.json",
     ]
