@@ -10,7 +10,7 @@ from graphs.report.figures import figure, grouped
 from graphs.report.markup import Markup
 from graphs.report.merge import BuildFindings
 from graphs.report.svg import Axis, Point, Series, log_chart
-from graphs.report.wording import ERROR_OF, limit_text, number, used, where
+from graphs.report.wording import ERROR_NAMES, limit_share, limit_text, number, where
 
 ORDER: tuple[str, ...] = (*GRAPHS, "chain")
 ALL = "all cases"  # the name of what has no mode
@@ -57,7 +57,7 @@ def _by_tap(title: str, rows: Sequence[TapComparison]) -> Markup:
     )
     inexact = [r.metric for r in rows if r.limit]  # positions and masks have to be equal
     ((metric, _),) = Counter(inexact).most_common(1) or [("max", 0)]
-    return figure(f"{title}: {ERROR_OF[metric]}", _mode_names(rows), chart, "limit")
+    return figure(f"{title}: {ERROR_NAMES[metric]}", _mode_names(rows), chart, "limit")
 
 
 def layer_figures(build: BuildFindings) -> list[Markup]:
@@ -76,7 +76,7 @@ def layer_figures(build: BuildFindings) -> list[Markup]:
         labels = [(float(layer), str(layer)) for layer in layers[::every]]
         chart = log_chart(
             f"{titles[key]}: error per layer",
-            _series(group, lambda r: r.layer or 0, used),
+            _series(group, lambda r: r.layer or 0, limit_share),
             [(low, high, 1.0)],
             Axis("layer", low, high, labels),
             min(max(300, 90 + 60 * len(layers)), 900),
@@ -96,7 +96,7 @@ def _series(
     for mode, group in _by_mode(rows):
         points, cloud = [], []
         for at, here in sorted(grouped(group, x).items()):
-            worst = max(here, key=lambda r: (not r.passed, used(r)))
+            worst = max(here, key=lambda r: (not r.passed, limit_share(r)))
             points.append(Point(at, y(worst), _tooltip(worst), not worst.passed))
             cloud += [(float(at), y(r)) for r in here if r is not worst]
         series.append(Series(mode or ALL, _color(mode), points, sorted(set(cloud))))
@@ -119,6 +119,6 @@ def _mode_names(rows: Iterable[TapComparison]) -> list[tuple[str, str]]:
 def _tooltip(row: TapComparison) -> str:
     verdict = "" if row.passed else " FAILED"
     return (
-        f"{row.tap} ({row.symbol})\n{where(row)}\n{ERROR_OF[row.metric]} {number(row.error)}, "
+        f"{row.tap} ({row.symbol})\n{where(row)}\n{ERROR_NAMES[row.metric]} {number(row.error)}, "
         f"limit {limit_text(row.limit)}{verdict}"
     )

@@ -7,7 +7,7 @@ from graphs.report.figures import badge, table
 from graphs.report.markup import Markup, element
 from graphs.report.merge import ParityReport
 from graphs.report.sections import section
-from graphs.report.wording import notable, number, share, used, where
+from graphs.report.wording import limit_share, notable, number, share, where
 
 HERE = Path(__file__).parent
 
@@ -73,7 +73,7 @@ def _summary(report: ParityReport) -> Markup:
                 f"{len(build.rows):,}",
                 f"{sum(not r.passed for r in build.rows):,}",
                 "–" if near is None else f"{near.tap}, {where(near)}",
-                "–" if near is None else number(used(near)),
+                "–" if near is None else number(limit_share(near)),
                 share(sum(tokens), len(tokens)),
                 f"{len(build.ties):,}",
                 f"{len(build.ranges):,}",

@@ -36,8 +36,8 @@ def tie_table(ties: Sequence[tuple[RoutingRecord, Tie]]) -> Markup:
         (
             r.case,
             str(tie.token),
-            _experts(tie.expected, tie.found),
-            _experts(tie.found, tie.expected),
+            _experts(tie.expected, tie.chosen),
+            _experts(tie.chosen, tie.expected),
             number(tie.margin),
             limit_text(tie.limit),
             "–" if tie.bound is None else number(tie.bound),

@@ -1,7 +1,7 @@
-"""What the page says of one build, section by section."""
+"""The page's part on one build, section by section."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from graphs.parity.findings import Hint
 from graphs.report.error_plots import layer_figures, tap_figures
@@ -11,12 +11,12 @@ from graphs.report.markup import Markup, element, join
 from graphs.report.merge import BuildFindings
 from graphs.report.routing_tables import routing_table, tie_table
 from graphs.report.wording import (
-    ERROR_OF,
+    ERROR_NAMES,
     count,
     first_bad_sentences,
+    limit_share,
     limit_text,
     number,
-    used,
     where,
 )
 
@@ -47,10 +47,8 @@ def _findings(build: BuildFindings) -> Iterator[Markup]:
         yield element("div", *_hints(build.hints), class_="panel")
 
 
-def _hints(hints: Iterable[Hint]) -> Iterator[Markup]:
-    found = False
+def _hints(hints: Sequence[Hint]) -> Iterator[Markup]:
     for hint in hints:
-        found = True
         yield element(
             "p",
             element("b", "Likely cause: "),
@@ -59,7 +57,7 @@ def _hints(hints: Iterable[Hint]) -> Iterator[Markup]:
                 "span", f"{hint.evidence} [{hint.cause}; {hint.tap}, {hint.case}]", class_="dim"
             ),
         )
-    if not found:
+    if not hints:
         yield element("p", "It looks like none of the known causes.", class_="dim")
 
 
@@ -149,7 +147,7 @@ def _comparisons(build: BuildFindings) -> Markup:
             number(r.max_error),
             number(r.rms_error),
             f"{r.metric} {limit_text(r.limit)}",
-            number(used(r)),
+            number(limit_share(r)),
             ", ".join(map(str, r.worst)),
             "ok" if r.passed else FAILED,
             r.remark,
@@ -164,8 +162,8 @@ def _comparisons(build: BuildFindings) -> Markup:
         "tap",
         "symbol",
         "kind",
-        ERROR_OF["max"],
-        ERROR_OF["rms"],
+        ERROR_NAMES["max"],
+        ERROR_NAMES["rms"],
         "limit",
         "error ÷ limit",
         "largest at",

@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from graphs.__main__ import app
 from graphs.contract.spec import GRAPHS, BuildError, BuildSpec, GraphSpec, Precision, config_hash
 from graphs.parity.findings import (
+    FindingsSource,
     FP8Stats,
     Fragment,
     Hint,
     RangeWarning,
     RoutingRecord,
-    Source,
     TapComparison,
     Tie,
     first_bad,
@@ -76,7 +75,13 @@ def rows(fault: int | None = None, **changes: Any) -> list[TapComparison]:
 
 def routing(margin: float, **changes: Any) -> RoutingRecord:
     """Three tokens of which the second chose expert 3 instead of 2."""
-    values = {"token": 1, "expected": [1, 2], "found": [1, 3], "margin": margin, "limit": 2e-3}
+    values: dict[str, Any] = {
+        "token": 1,
+        "expected": [1, 2],
+        "chosen": [1, 3],
+        "margin": margin,
+        "limit": 2e-3,
+    }
     tie = Tie(**values | {"bound": 0.0123, "effect": 0.0045, "passed": margin <= 2e-3} | changes)
     return RoutingRecord("moe_001_prefill", 1, 3, [0.5, margin, 0.02], [True, False, True], [tie])
 
@@ -97,15 +102,21 @@ def build_at(path: Path, precision: Precision = "fp8", **changes: Any) -> Path:
     return path
 
 
-def fragment(build: Path, source: Source, found: list[TapComparison], **more: Any) -> Fragment:
+def fragment(
+    build: Path, source: FindingsSource, found: list[TapComparison], **more: Any
+) -> Fragment:
     spec = BuildSpec.load(build)
-    values = {"precision": spec.precision, "config_sha256": spec.config_sha256, "source": source}
-    return Fragment(**{"model": build.parent.name, "rows": found} | values | more)
+    values: dict[str, Any] = {
+        "precision": spec.precision,
+        "config_sha256": spec.config_sha256,
+        "source": source,
+    }
+    return Fragment(**{"model": build.parent.name, "rows": rows} | values | more)
 
 
-def reported(build: Path, found: list[TapComparison], **more: Any) -> Path:
-    """The build with both fragments: `found` of the graphs, and a chain that is well."""
-    fragment(build, "graphs", found, **more).save(build)
+def reported(build: Path, rows: list[TapComparison], **more: Any) -> Path:
+    """The build with both fragments: `rows` of the graphs, and a chain that is well."""
+    fragment(build, "graphs", rows, **more).save(build)
     chain = row("logits", case="end_to_end", graph="chain", layer=None, mode=None, kind="output")
     fragment(build, "chain", [chain], not_run=["tokens: no golden of them"]).save(build)
     return build
@@ -145,10 +156,10 @@ def test_a_fragment_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"format": 7}, "format 1 expected, found 7"),
-        ({"precision": "bf16"}, "precision fp8 expected from the build, found bf16"),
-        ({"config_sha256": "00"}, "config_sha256 .* expected from the build, found 00"),
-        ({"source": "chain"}, "source graphs expected from the build, found chain"),
+        ({"format": 7}, "expected format 2, got 7"),
+        ({"precision": "bf16"}, "precision: expected fp8 as in the build, got bf16"),
+        ({"config_sha256": "00"}, "config_sha256: expected .* as in the build, got 00"),
+        ({"source": "chain"}, "source: expected graphs as in the build, got chain"),
         ({"rows": [{"case": "a"}]}, "damaged or incomplete"),
         ({"rows": None}, "damaged or incomplete"),
         ({"not_run": [3]}, "damaged or incomplete"),
@@ -194,7 +205,7 @@ def test_report_json_merges_what_both_commands_found(build: Path, tmp_path: Path
     good = reported(build_at(tmp_path / "tiny" / "fp32", "fp32"), rows())
     path = merge([build, good]).save(tmp_path / "out")
     raw = json.loads(path.read_text())
-    assert (raw["format"], raw["model"], raw["verdict"]) == (1, "tiny", "failed")
+    assert (raw["format"], raw["model"], raw["verdict"]) == (2, "tiny", "failed")
     assert [(b["precision"], b["verdict"]) for b in raw["builds"]] == [
         ("fp32", "passed"),
         ("fp8", "failed"),
@@ -225,9 +236,9 @@ def test_builds_that_make_no_report_are_refused(build: Path, tmp_path: Path, wha
         for source in ("graphs", "chain"):
             fragment(other, source, []).save(other)
     expected = {
-        "precision": "one build a precision expected, found another fp8",
-        "model": "builds of one model expected, found model other and tiny",
-        "config": "builds of one model expected, found config_sha256",
+        "precision": "expected one build per precision, got two of fp8",
+        "model": "model: expected builds of one model, got other and tiny",
+        "config": "config_sha256: expected builds of one model, got",
         "rows": "nothing was compared",
     }
     with pytest.raises(BuildError, match=expected[what]):
@@ -306,8 +317,9 @@ def parsed(html: str) -> Strict:
 
 def verdict_of(html: str) -> str:
     """The text of the one element with the id `verdict`."""
-    (found,) = re.findall(r'<[^>]*\bid="verdict"[^>]*>([^<]*)<', html)
-    return found
+    matches: list[str] = re.findall(r'<[^>]*\bid="verdict"[^>]*>([^<]*)<', html)
+    (verdict,) = matches
+    return verdict
 
 
 def test_the_page_is_whole_and_asks_nothing_of_a_network(build: Path) -> None:
@@ -360,8 +372,8 @@ def test_text_from_a_fragment_stays_text(tmp_path: Path) -> None:
 
 
 def circles(svg: str) -> Iterator[tuple[float, float, str]]:
-    for found in re.finditer(r'class="(dot[^"]*)" cx="([\d.]+)" cy="([\d.]+)"', svg):
-        yield float(found[2]), float(found[3]), found[1]
+    for match in re.finditer(r'class="(dot[^"]*)" cx="([\d.]+)" cy="([\d.]+)"', svg):
+        yield float(match[2]), float(match[3]), match[1]
 
 
 def test_a_plot_shows_what_has_no_logarithm_at_its_edges() -> None:
