@@ -73,7 +73,7 @@ class _Run:
     hints: list[Hint] = field(default_factory=list)
 
     def block(self, golden: TensorFile) -> None:
-        case = ReplayCase.of(golden)
+        case = ReplayCase.from_golden(golden)
         self._step_inputs(case, golden)
         spec, chain = self.chain.spec, self.chain
         block = spec.config.block_type(int(golden.metadata["layer"]))
@@ -139,7 +139,7 @@ class _Run:
 
     def chain_case(self, golden: TensorFile) -> None:
         """Compare prefill of the prompt in one step, then greedy decoding."""
-        chain, case = self.chain, ReplayCase.of(golden)
+        chain, case = self.chain, ReplayCase.from_golden(golden)
         ids, expected = golden["prompt_ids"].tolist(), golden["tokens"]
         handle = chain.cache.allocate()
         try:

@@ -1,4 +1,4 @@
-"""How two tensors are compared, and what is accepted: the same way in every parity report."""
+"""The comparison of two tensors and its limits, the same in every parity report."""
 
 from dataclasses import dataclass
 
@@ -20,8 +20,8 @@ from graphs.parity.taps import by_token
 # Largest accepted max|a−b|/max|b| (fp32) or relative RMS (others).
 FP32_OUTPUT, FP32_ROWS = 1e-5, 5e-6
 RMS: dict[Precision, float] = {"fp8": 2e-3, "bf16": 5e-3}
-# Of what runs freely at fp8: a block, or the whole chain. Where an activation lies on the border of
-# two e4m3 values, the order of a sum decides, and every such flip makes others further on.
+# The limit for what runs freely at fp8, a block or the whole chain: where an activation lies on the
+# border of two e4m3 values, the order of a sum decides, and each such flip makes others further on.
 FP8_FREE = 2e-2
 
 # Two experts whose biased scores are closer than this may change places: rounding decides.
@@ -38,7 +38,7 @@ class ErrorLimit:
 
 
 def limit_for(precision: Precision, tensor: str, free: bool = False) -> ErrorLimit:
-    """`free`: whether an fp8 graph ran on its own activations all along."""
+    """The limit for a tensor; `free`: an fp8 graph ran on its own activations all along."""
     if precision == "fp32":
         return ErrorLimit("max", FP32_ROWS if tensor in ("new", "rows") else FP32_OUTPUT)
     if precision == "fp8" and free:
@@ -57,7 +57,7 @@ class ReplayCase:
     fed: bool = False
 
     @classmethod
-    def of(cls, golden: TensorFile, fed: bool = False) -> "ReplayCase":
+    def from_golden(cls, golden: TensorFile, fed: bool = False) -> "ReplayCase":
         m = golden.metadata
         layer = int(m["layer"]) if "layer" in m else None
         mode = next((known for known in GOLDEN_MODES if known == m.get("mode")), None)
@@ -66,7 +66,7 @@ class ReplayCase:
 
 @dataclass(frozen=True)
 class ComparedTensor:
-    """The tensor of a case that a comparison is of."""
+    """The tensor of a case that is compared."""
 
     case: ReplayCase
     tap: str
@@ -75,7 +75,7 @@ class ComparedTensor:
     kind: TapKind
 
     @classmethod
-    def of(cls, case: ReplayCase, graph: GraphSpec, tap: TapSpec) -> "ComparedTensor":
+    def from_tap(cls, case: ReplayCase, graph: GraphSpec, tap: TapSpec) -> "ComparedTensor":
         """Taps of the graphs are ordered as the graphs are run."""
         outputs = {t.name for t in graph.outputs}
         order = 1000 * (1 + GRAPHS.index(graph.name)) + graph.taps.index(tap)
@@ -115,7 +115,7 @@ class ComparedTensor:
 
 def compare(
     subject: ComparedTensor,
-    found: Array,
+    actual: Array,
     expected: Array,
     limit: ErrorLimit,
     tap: TapSpec | None = None,
@@ -127,10 +127,10 @@ def compare(
     compared for being masked: a key that only one of both masks fails. Raises ValueError where the
     shapes differ.
     """
-    a, b = found.astype(np.float64), expected.astype(np.float64)
+    a, b = actual.astype(np.float64), expected.astype(np.float64)
     if a.shape != b.shape:
         raise ValueError(
-            f"{subject.case.name} {subject.tap}: shape {b.shape} expected, found {a.shape}"
+            f"{subject.case.name} {subject.tap}: expected shape {b.shape}, got {a.shape}"
         )
     masked_a, masked_b = a <= MASKED / 2, b <= MASKED / 2
     a, b = np.where(masked_a, 0.0, a), np.where(masked_b, 0.0, b)
@@ -153,7 +153,7 @@ def compare(
     )
 
 
-def relative_rms(found: Array, expected: Array) -> float:
+def relative_rms(actual: Array, expected: Array) -> float:
     """‖a−b‖ / ‖b‖, in float64."""
-    a, b = found.astype(np.float64), expected.astype(np.float64)
+    a, b = actual.astype(np.float64), expected.astype(np.float64)
     return float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(b)), 1e-30)

@@ -1,4 +1,4 @@
-"""What a parity run found: the contract between the two parity commands and the report.
+"""The findings of a parity run: the contract between the two parity commands and the report.
 
 build/<model>/<precision>/parity/
     graphs.json     `python -m graphs parity`: each graph alone
@@ -19,14 +19,14 @@ from typing import Literal, get_args
 from graphs.contract.json_records import decode, write_json
 from graphs.contract.spec import GOLDEN_MODES, BuildError, BuildSpec, GoldenMode, Precision
 
-FRAGMENT_FORMAT = 1
+FRAGMENT_FORMAT = 2
 FOLDER = "parity"  # in a build folder
 
-Source = Literal["graphs", "chain"]
+FindingsSource = Literal["graphs", "chain"]
 TapKind = Literal["input", "tap", "output"]
 Metric = Literal["max", "rms"]
-SOURCES: tuple[Source, ...] = get_args(Source)
-COMMANDS: dict[Source, str] = {
+SOURCES: tuple[FindingsSource, ...] = get_args(FindingsSource)
+COMMANDS: dict[FindingsSource, str] = {
     "graphs": "python -m graphs parity",
     "chain": "python -m runtime parity",
 }
@@ -62,11 +62,11 @@ class TapComparison:
 
 @dataclass(frozen=True)
 class Tie:
-    """A token that chose other experts than the reference did."""
+    """A token for which a graph chose other experts than the reference."""
 
     token: int
     expected: list[int]
-    found: list[int]
+    chosen: list[int]
     margin: float
     limit: float  # the largest margin that counts as a tie
     bound: float | None  # of the effect on the token's output, relative to its norm
@@ -133,12 +133,12 @@ class Hint:
 
 @dataclass(frozen=True)
 class Fragment:
-    """What one parity command found in one build. not_run: what was not compared, and why."""
+    """One parity command's findings in one build. not_run: what was not compared, and why."""
 
     model: str
     precision: Precision
     config_sha256: str
-    source: Source
+    source: FindingsSource
     rows: list[TapComparison]
     routing: list[RoutingRecord] = field(default_factory=list)
     fp8: list[FP8Stats] = field(default_factory=list)
@@ -159,7 +159,7 @@ class Fragment:
         return path
 
     @classmethod
-    def load(cls, build: Path, source: Source) -> "Fragment":
+    def load(cls, build: Path, source: FindingsSource) -> "Fragment":
         """Read a build's fragment and hold it against its spec. Raises BuildError."""
         path, spec = fragment_path(build, source), BuildSpec.load(build)
         again = f"`{COMMANDS[source]} {build}`"
@@ -169,7 +169,7 @@ class Fragment:
             raw = json.loads(path.read_text(encoding="utf-8"))
             if raw["format"] != FRAGMENT_FORMAT:
                 raise BuildError(
-                    f"{path}: format {FRAGMENT_FORMAT} expected, found {raw['format']}; run {again}"
+                    f"{path}: expected format {FRAGMENT_FORMAT}, got {raw['format']}; run {again}"
                 )
             fragment: Fragment = decode(cls, raw)
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as e:
@@ -179,14 +179,14 @@ class Fragment:
             ("precision", spec.precision),
             ("config_sha256", spec.config_sha256),
         ):
-            if (found := getattr(fragment, name)) != expected:
+            if (value := getattr(fragment, name)) != expected:
                 raise BuildError(
-                    f"{path}: {name} {expected} expected from the build, found {found}; run {again}"
+                    f"{path}: {name}: expected {expected} as in the build, got {value}; run {again}"
                 )
         return fragment
 
 
-def fragment_path(build: Path, source: Source) -> Path:
+def fragment_path(build: Path, source: FindingsSource) -> Path:
     return build / FOLDER / f"{source}.json"
 
 
@@ -198,7 +198,7 @@ def passed(rows: Iterable[TapComparison], routing: Iterable[RoutingRecord]) -> b
 def first_bad(rows: Iterable[TapComparison]) -> TapComparison | None:
     """The failed one that comes first in the model: by layer, mode and place in the dataflow.
 
-    What belongs to no layer, or to no mode, comes last.
+    A tensor of no layer, or of no mode, comes last.
     """
 
     def place(row: TapComparison) -> tuple[float, int, int]:
@@ -210,7 +210,7 @@ def first_bad(rows: Iterable[TapComparison]) -> TapComparison | None:
 
 
 def distinct(hints: Iterable[Hint]) -> list[Hint]:
-    """One a cause and text: that of the first case that shows it."""
+    """One hint per cause and text: that of the first case that shows it."""
     first: dict[tuple[str, str], Hint] = {}
     for hint in hints:
         first.setdefault((hint.cause, hint.text), hint)

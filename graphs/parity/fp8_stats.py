@@ -1,4 +1,4 @@
-"""How well e4m3 fits what it quantises: scales, values at its ends, values that it loses."""
+"""Statistics of quantising to e4m3: scales, values at the peak, values lost."""
 
 from typing import Literal
 
@@ -10,14 +10,12 @@ from graphs.parity.compare import ReplayCase
 from graphs.parity.findings import FP8Stats
 
 E4M3 = DTYPES["float8e4m3fn"][1]
-
-
 PEAK_CODE = 0x7E  # the byte of 448, sign apart
 
 
-def activation_stats(case: ReplayCase, module: str, x_MK: Array) -> FP8Stats:
-    """Of what an FP8 linear layer reads, quantised as the layer does: one scale a row."""
-    wide = x_MK.astype(np.float32)
+def activation_stats(case: ReplayCase, module: str, inputs: Array) -> FP8Stats:
+    """Statistics of an FP8 linear layer's input [M, inputs], quantised as the layer does it."""
+    wide = inputs.astype(np.float32)
     peaks = np.abs(wide).max(axis=1, keepdims=True)
     scales = np.maximum(peaks / np.float32(E4M3_MAX), np.float32(SMALLEST_SCALE))
     quantised = (wide / scales).astype(E4M3)
@@ -25,9 +23,12 @@ def activation_stats(case: ReplayCase, module: str, x_MK: Array) -> FP8Stats:
     return _stats(case, module, "activation", scales, quantised, flushed)
 
 
-def weight_stats(case: ReplayCase, module: str, weight_KN: Array, scale_N: Array) -> FP8Stats:
-    """Of a packed weight, whose rows are output channels; what packing lost cannot be told."""
-    return _stats(case, module, "weight", scale_N, weight_KN.view(E4M3), 0)
+def weight_stats(case: ReplayCase, module: str, weight: Array, scales: Array) -> FP8Stats:
+    """Statistics of a packed weight [inputs, outputs], with one scale per output channel.
+
+    What packing flushed to zero is lost, so `flushed` is 0.
+    """
+    return _stats(case, module, "weight", scales, weight.view(E4M3), 0)
 
 
 def _stats(

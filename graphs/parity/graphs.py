@@ -16,7 +16,7 @@ from graphs.parity.findings import FP8Stats, Fragment, RangeWarning, RoutingReco
 from graphs.parity.fp8_stats import activation_stats, weight_stats
 from graphs.parity.hints import diagnose
 from graphs.parity.hints.evidence import Evidence
-from graphs.parity.ranges import NORM_INPUTS, Role, range_findings
+from graphs.parity.ranges import NORM_INPUTS, RangeRole, range_findings
 from graphs.parity.replay import (
     ExpertOutput,
     GraphReplay,
@@ -42,25 +42,25 @@ ROUTING = ("experts", "expert_weights")
 def graph_parity(build: Path, threads: int = 0) -> Fragment:
     """All that the goldens of single graphs show. Raises BuildError."""
     spec = BuildSpec.load(build)
-    run = _Run(build, spec, threads, {g.path.stem: g for g in graph_cases(build, spec)})
-    for golden in run.goldens.values():
-        run.case(golden)
+    runs = _GraphRuns(build, spec, threads, {g.path.stem: g for g in graph_cases(build, spec)})
+    for golden in runs.goldens.values():
+        runs.case(golden)
     return Fragment(
         model=build.resolve().parent.name,
         precision=spec.precision,
         config_sha256=spec.config_sha256,
         source="graphs",
-        rows=run.rows,
-        routing=run.routing,
-        fp8=run.fp8,
-        ranges=run.ranges,
-        hints=diagnose(run.rows, run.evidence, run.other_layer),
+        rows=runs.rows,
+        routing=runs.routing,
+        fp8=runs.fp8,
+        ranges=runs.ranges,
+        hints=diagnose(runs.rows, runs.evidence, runs.other_layer),
     )
 
 
 @dataclass
-class _Run:
-    """The graphs' sessions, opened when needed, and what was found so far."""
+class _GraphRuns:
+    """The graphs' sessions, opened when needed, and the findings so far."""
 
     build: Path
     spec: BuildSpec
@@ -80,47 +80,48 @@ class _Run:
 
     def case(self, golden: TensorFile) -> None:
         replay = self.graph(golden.metadata["graph"])
-        case = ReplayCase.of(golden, fed=bool(replay.fed))
-        found = replay.run(golden)
-        self._compare(case, replay.graph, golden, found)
-        self._numbers(case, replay, golden, found)
+        case = ReplayCase.from_golden(golden, fed=bool(replay.fed))
+        actual = replay.run(golden)
+        self._compare(case, replay.graph, golden, actual)
+        self._numbers(case, replay, golden, actual)
         if replay.free is not None:
             self._compare(replace(case, fed=False), replay.graph, golden, replay.run_free(golden))
 
     def evidence(self, case: str) -> Evidence:
-        """What a case that failed has to show; it is run again, with its taps kept."""
+        """A failed case, run again with its taps kept."""
         golden = self.goldens[case]
         replay = self.graph(golden.metadata["graph"])
         weights = graph_weights(self.build, self.spec, replay.graph, golden)
-        at = ReplayCase.of(golden, fed=bool(replay.fed))
-        return Evidence(self.spec, at, replay.graph, golden, replay.run(golden), weights)
+        replay_case = ReplayCase.from_golden(golden, fed=bool(replay.fed))
+        return Evidence(self.spec, replay_case, replay.graph, golden, replay.run(golden), weights)
 
     def other_layer(self, case: str) -> int | None:
-        """The layer whose weights make the case pass, if one's do."""
+        """The layer whose weights make the case pass, or None."""
         golden, config = self.goldens[case], self.spec.config
-        replay, at = self.graph(golden.metadata["graph"]), ReplayCase.of(golden, fed=True)
-        if at.layer is None:
+        replay = self.graph(golden.metadata["graph"])
+        fed = ReplayCase.from_golden(golden, fed=True)
+        if fed.layer is None:
             return None
         for layer in range(config.num_hidden_layers):
-            if layer != at.layer and config.block_type(layer) == config.block_type(at.layer):
-                found = replay.run(golden, layer)
-                rows, _ = compare_taps(self.spec, at, replay.graph, golden, found)
+            if layer != fed.layer and config.block_type(layer) == config.block_type(fed.layer):
+                actual = replay.run(golden, layer)
+                rows, _ = compare_taps(self.spec, fed, replay.graph, golden, actual)
                 if all(row.passed for row in rows):
                     return layer
         return None
 
     def _compare(
-        self, case: ReplayCase, graph: GraphSpec, golden: TensorFile, found: dict[str, Array]
+        self, case: ReplayCase, graph: GraphSpec, golden: TensorFile, actual: dict[str, Array]
     ) -> None:
-        rows, routing = compare_taps(self.spec, case, graph, golden, found)
+        rows, routing = compare_taps(self.spec, case, graph, golden, actual)
         self.rows += rows
         if routing is not None:
             assert case.layer is not None
             output = self.graph("experts").expert_output(case.layer)
-            self.routing.append(with_bounds(routing, golden, found, output))
+            self.routing.append(with_bounds(routing, golden, actual, output))
 
     def _numbers(
-        self, case: ReplayCase, replay: GraphReplay, golden: TensorFile, found: dict[str, Array]
+        self, case: ReplayCase, replay: GraphReplay, golden: TensorFile, actual: dict[str, Array]
     ) -> None:
         """Ranges of all taps, and the scales of FP8 linear layers, the weights' once a layer."""
         reads: dict[str, list[str]] = {}
@@ -130,11 +131,11 @@ class _Run:
             if name in (inputs := golden_inputs(golden)):
                 self._range(case, name, inputs[name], "norm_input")
         for tap in replay.graph.taps:
-            value = found[tap.name]
+            value = actual[tap.name]
             if tap.name in reads:
                 value = to_graph(tap, value)
                 self.fp8 += [activation_stats(case, m, value) for m in reads[tap.name]]
-            role: Role = "fp8_input" if tap.name in reads else "value"
+            role: RangeRole = "fp8_input" if tap.name in reads else "value"
             self._range(case, tap.name, value, "norm_input" if tap.name in NORM_INPUTS else role)
         if replay.fed and case.mode == "prefill":
             weights = graph_weights(self.build, self.spec, replay.graph, golden)
@@ -144,7 +145,7 @@ class _Run:
                     weight_stats(case, module, weights[f"{module}.weight"], weights[name])
                 )
 
-    def _range(self, case: ReplayCase, tap: str, value: Array, role: Role) -> None:
+    def _range(self, case: ReplayCase, tap: str, value: Array, role: RangeRole) -> None:
         for finding in range_findings(case.name, tap, value, role=role):
             self.ranges.append(RangeWarning(case.name, tap, finding.rule, finding.text))
 
@@ -154,26 +155,28 @@ def compare_taps(
     case: ReplayCase,
     graph: GraphSpec,
     golden: TensorFile,
-    found: Mapping[str, Array],
+    actual: Mapping[str, Array],
 ) -> tuple[list[TapComparison], RoutingRecord | None]:
-    """Rows of those taps of a graph that were found, and its routing where it has one."""
+    """A comparison of each tap that was computed, and the routing where the graph has one."""
     rows, routing = [], None
-    subjects = {t.name: ComparedTensor.of(case, graph, t) for t in graph.taps if t.name in found}
+    subjects = {
+        t.name: ComparedTensor.from_tap(case, graph, t) for t in graph.taps if t.name in actual
+    }
     free = spec.precision == "fp8" and not case.fed and graph.name in ("dense", "moe")
-    for tap in (t for t in graph.taps if t.name in found and t.name not in ROUTING):
+    for tap in (t for t in graph.taps if t.name in actual and t.name not in ROUTING):
         limit = limit_for(spec.precision, tap.name, free)
         rows.append(
-            compare(subjects[tap.name], found[tap.name], expected_tap(golden, tap), limit, tap)
+            compare(subjects[tap.name], actual[tap.name], expected_tap(golden, tap), limit, tap)
         )
-    if "experts" in found:
-        pairs = [(of["experts"], of["expert_weights"]) for of in (found, _outputs(golden))]
-        groups, choice = ExpertGroups.of(spec.config), choice_scores(golden, spec.config)
+    if "experts" in actual:
+        pairs = [(side["experts"], side["expert_weights"]) for side in (actual, _outputs(golden))]
+        groups, choice = ExpertGroups.from_config(spec.config), choice_scores(golden, spec.config)
         limits = tie_limits(golden, spec.config, spec.precision)
         routing = compare_routing(case, pairs[0], pairs[1], choice, groups, limits)
         rows.append(routing_row(subjects["experts"], routing, float(limits.max())))
-        own, reference = agreed_weights(pairs[0], pairs[1], routing.agree)
+        weights, reference = agreed_weights(pairs[0], pairs[1], routing.agree)
         limit = limit_for(spec.precision, "expert_weights", free)
-        rows.append(compare(subjects["expert_weights"], own, reference, limit))
+        rows.append(compare(subjects["expert_weights"], weights, reference, limit))
     return rows, routing
 
 
@@ -188,11 +191,11 @@ def routing_row(subject: ComparedTensor, routing: RoutingRecord, limit: float) -
 
 
 def with_bounds(
-    routing: RoutingRecord, golden: TensorFile, found: Mapping[str, Array], output: ExpertOutput
+    routing: RoutingRecord, golden: TensorFile, actual: Mapping[str, Array], output: ExpertOutput
 ) -> RoutingRecord:
-    """The same with the most that each tie may do to its token's output."""
+    """The routing with a bound on what each tie may do to its token's output."""
     expected = _outputs(golden)
-    pairs = [(of["experts"], of["expert_weights"]) for of in (found, expected)]
+    pairs = [(side["experts"], side["expert_weights"]) for side in (actual, expected)]
     y_MD = expected["y"].reshape(expected["h"].shape)
     ties = [
         replace(tie, bound=bound_effect(tie, pairs[0], pairs[1], expected["h"], y_MD, output))

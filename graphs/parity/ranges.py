@@ -24,7 +24,7 @@ from graphs.contract.tensorfile import Array, TensorFile
 from graphs.ops import MASKED
 from graphs.ops.fp8_linear import E4M3_MAX, SMALLEST_SCALE
 
-Role = Literal["value", "norm_input", "fp8_input"]
+RangeRole = Literal["value", "norm_input", "fp8_input"]
 
 NORM_INPUTS = ("x", "c_q", "c_kv", "x_mid", "hidden")
 FP8_INPUTS = ("x_attn", "c_q_normed", "mix", "h", "product", "shared_product")
@@ -52,52 +52,52 @@ class RangeFinding:
         return f"{self.case}: {self.tap}: {self.rule}: {self.text}"
 
 
-def range_findings(case: str, tap: str, values: Array, *, role: Role) -> list[RangeFinding]:
-    """A tap's findings, none where nothing is lost.
+def range_findings(case: str, tap: str, values: Array, *, role: RangeRole) -> list[RangeFinding]:
+    """The findings of one tap, none where nothing is lost.
 
     values: of any shape; of a norm's or an FP8 linear layer's input, the last axis is one row.
     Masks, MASKED and sums with it, do not count.
     """
     wide = values.astype(np.float32, copy=False)
     finite = np.isfinite(wide)
-    found = [*_not_finite(wide, finite)]
-    found += _fp16(np.abs(wide[finite & (wide > MASKED / 2)]))
+    losses = [*_not_finite(wide, finite)]
+    losses += _fp16(np.abs(wide[finite & (wide > MASKED / 2)]))
     if role != "value" and wide.size:
         rows = wide.reshape(-1, wide.shape[-1])
         rows = np.abs(rows[finite.reshape(rows.shape).all(axis=1)])
-        found += _norm(rows) if role == "norm_input" else _fp8(rows)
+        losses += _norm(rows) if role == "norm_input" else _fp8(rows)
     return [
         RangeFinding(case, tap, rule, count, total, worst, f"{count:,} of {total:,} {text}")
-        for rule, count, total, worst, text in found
+        for rule, count, total, worst, text in losses
     ]
 
 
 def golden_findings(golden: TensorFile) -> list[RangeFinding]:
-    """Those of everything that the reference computed for one case of a single graph."""
-    found: list[RangeFinding] = []
+    """The findings of all that the reference computed for one case of a single graph."""
+    findings: list[RangeFinding] = []
     for name, values in golden.tensors.items():
         kind, _, tap = name.partition(".")
         if values.dtype != np.float32 or kind not in ("input", "tap"):
             continue
-        role: Role = "norm_input" if tap in NORM_INPUTS else "value"
+        role: RangeRole = "norm_input" if tap in NORM_INPUTS else "value"
         if tap in FP8_INPUTS and golden.metadata["precision"] == "fp8":
             role = "fp8_input"
         if tap == "mix":  # [B,H,S,V], of which a linear layer reads [B·S,H·V]
             values = values.transpose(0, 2, 1, 3).reshape(-1, values.shape[1] * values.shape[3])
-        found += range_findings(golden.path.stem, tap, values, role=role)
-    return found
+        findings += range_findings(golden.path.stem, tap, values, role=role)
+    return findings
 
 
-_Found = tuple[str, int, int, float, str]  # a RangeFinding but for case and tap; text of its kind
+_Loss = tuple[str, int, int, float, str]  # rule, count, total, worst, text
 
 
-def _not_finite(wide: Array, finite: Array) -> Iterator[_Found]:
+def _not_finite(wide: Array, finite: Array) -> Iterator[_Loss]:
     if count := int((~finite).sum()):
         worst = float(wide[~finite][0])
         yield "not finite", count, wide.size, worst, f"values are NaN or infinite, first {worst}"
 
 
-def _fp16(sizes: Array) -> Iterator[_Found]:
+def _fp16(sizes: Array) -> Iterator[_Loss]:
     """sizes: magnitudes, of any number of values."""
     over = sizes[sizes >= FP16_INFINITE]
     if over.size:
@@ -116,7 +116,7 @@ def _fp16(sizes: Array) -> Iterator[_Found]:
         yield "fp16 flush", flushed.size, sizes.size, worst, text
 
 
-def _norm(rows: Array) -> Iterator[_Found]:
+def _norm(rows: Array) -> Iterator[_Loss]:
     peaks = rows.max(axis=1)
     over = peaks[peaks >= FP16_SQUARE_INFINITE]
     if over.size:
@@ -125,7 +125,7 @@ def _norm(rows: Array) -> Iterator[_Found]:
         yield "fp16 norm", over.size, len(rows), worst, text
 
 
-def _fp8(rows: Array) -> Iterator[_Found]:
+def _fp8(rows: Array) -> Iterator[_Loss]:
     rows = rows[rows.any(axis=1)]  # zeros stay zeros, whatever their scale
     peaks = rows.max(axis=1, initial=0)
     scales = peaks / np.float32(E4M3_MAX)
@@ -143,5 +143,5 @@ def _fp8(rows: Array) -> Iterator[_Found]:
     outliers = peaks[lost.sum(axis=1) * 2 > (rows > 0).sum(axis=1)]
     if outliers.size:
         worst = float(outliers.max())
-        text = f"rows lose over half of their values to 0 in e4m3 beside a peak of {worst:.3g}"
+        text = f"rows lose over half of their values to 0 in e4m3, next to a peak of {worst:.3g}"
         yield "FP8 outlier", outliers.size, len(rows), worst, text

@@ -43,13 +43,13 @@ def graph_cases(build: Path, spec: BuildSpec) -> list[TensorFile]:
 
 
 def golden_inputs(golden: TensorFile) -> dict[str, Array]:
-    """What the golden's graph reads, weights and tables apart."""
+    """The golden's inputs of its graph, without weights and tables."""
     prefix = "input."
     return {n.removeprefix(prefix): a for n, a in golden.tensors.items() if n.startswith(prefix)}
 
 
 def expected_tap(golden: TensorFile, tap: TapSpec) -> Array:
-    """What the reference computed, in its own layout. Raises BuildError where it is not there."""
+    """The reference's value of a tap, in the reference's layout. Raises BuildError if absent."""
     for name in (f"output.{tap.name}", f"tap.{tap.name}"):
         if name in golden.tensors:
             return golden[name]
@@ -57,7 +57,7 @@ def expected_tap(golden: TensorFile, tap: TapSpec) -> Array:
 
 
 def fed_tap(golden: TensorFile, tap: TapSpec) -> Array:
-    """The same as it was before an output's type rounded it."""
+    """The reference's value of a tap before an output's type rounded it."""
     expected = expected_tap(golden, tap)
     before = golden.tensors.get(f"tap.{tap.name}")
     return expected if before is None else before.reshape(expected.shape)
@@ -84,7 +84,7 @@ def graph_weights(
 
 
 def slot_of(name: str) -> int:
-    """The number of the slot that a weight or tap of the experts graph is of."""
+    """The number of the expert slot that a weight or tap of the experts graph belongs to."""
     return int(name.split(".")[1])
 
 
@@ -119,10 +119,10 @@ class GraphReplay:
             inputs[name] = to_graph(tap, fed_tap(golden, tap)).astype(np.float32)
         outputs = self._outputs(golden)
         taps = {PREFIX + t.name: t for t in self.graph.taps if t.name not in outputs}
-        found = run(self.tapped, inputs, outputs, list(taps))
+        values = run(self.tapped, inputs, outputs, list(taps))
         for name, tap in taps.items():
             shape = expected_tap(golden, tap).shape
-            outputs[tap.name] = to_reference(tap, found[name], shape)
+            outputs[tap.name] = to_reference(tap, values[name], shape)
         return {tap.name: outputs[tap.name] for tap in self.graph.taps}
 
     def run_free(self, golden: TensorFile) -> dict[str, Array]:
@@ -146,7 +146,7 @@ class GraphReplay:
         return outputs
 
     def expert_output(self, layer: int) -> ExpertOutput:
-        """What one of a layer's experts makes of one token; of the graph `experts`."""
+        """A function that runs one of a layer's experts on a token, by the graph `experts`."""
         file = TensorFile.open(
             self.build / layer_file(layer), self.spec.file_metadata(f"layer {layer}")
         )

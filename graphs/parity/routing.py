@@ -23,27 +23,27 @@ from graphs.parity.replay import ExpertOutput
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Of experts: how many there are, and how many of them may serve a token."""
+    """The number of expert groups, and of those that may serve a token."""
 
     count: int
     kept: int
     score: GroupScore
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "ExpertGroups":
+    def from_config(cls, config: ModelConfig) -> "ExpertGroups":
         return cls(config.n_group, config.topk_group, config.group_score or "max")
 
 
 def choice_scores(golden: TensorFile, config: ModelConfig) -> Array:
-    """By what the reference chose experts, [M,E]."""
+    """The scores by which the reference chose experts, [M,E]."""
     scores: Array = golden["tap.gate_scores"] + (golden["bias"] if config.has_gate_bias else 0)
     return scores
 
 
 def tie_limits(golden: TensorFile, config: ModelConfig, precision: Precision) -> Array:
-    """Per token the largest difference of two scores that rounding can turn round, [M].
+    """Per token the largest difference of two scores that rounding can reverse, [M].
 
-    A softmax's scores are as small as there are experts many, and so is their noise.
+    A softmax's scores shrink with the number of experts, and so does their noise.
     """
     scores = golden["tap.gate_scores"]
     scale = scores.max(axis=1) if config.scoring_func == "softmax" else np.ones(len(scores))
@@ -53,20 +53,23 @@ def tie_limits(golden: TensorFile, config: ModelConfig, precision: Precision) ->
 
 def compare_routing(
     case: ReplayCase,
-    found: tuple[Array, Array],
+    actual: tuple[Array, Array],
     expected: tuple[Array, Array],
     choice_ME: Array,
     groups: ExpertGroups,
     limits_M: Array,
 ) -> RoutingRecord:
-    """Of experts [M,K] and their weights [M,K]. choice_ME: by what the reference chose."""
-    agree = [set(a) == set(b) for a, b in zip(found[0], expected[0], strict=True)]
+    """Compare (experts [M,K], weights [M,K]) of both sides.
+
+    choice_ME: the scores by which the reference chose.
+    """
+    agree = [set(a) == set(b) for a, b in zip(actual[0], expected[0], strict=True)]
     ties = []
     for token in np.flatnonzero(np.logical_not(agree)).tolist():
-        wanted, chosen = (sorted(of[0][token].tolist()) for of in (expected, found))
-        margin = max(distance(set(c), choice_ME[token], groups) for c in (wanted, chosen))
+        right, chosen = (sorted(side[0][token].tolist()) for side in (expected, actual))
+        margin = max(distance(set(c), choice_ME[token], groups) for c in (right, chosen))
         limit = float(limits_M[token])
-        ties.append(Tie(token, wanted, chosen, margin, limit, None, None, margin <= limit))
+        ties.append(Tie(token, right, chosen, margin, limit, None, None, margin <= limit))
     margins = [lead(row, groups, expected[0].shape[1]) for row in choice_ME]
     assert case.layer is not None
     return RoutingRecord(case.name, case.layer, len(agree), margins, agree, ties)
@@ -74,7 +77,7 @@ def compare_routing(
 
 def bound_effect(
     tie: Tie,
-    found: tuple[Array, Array],
+    actual: tuple[Array, Array],
     expected: tuple[Array, Array],
     h_MD: Array,
     y_MD: Array,
@@ -83,29 +86,29 @@ def bound_effect(
     """The most by which a token's y may differ for its choice of experts, relative to y's norm."""
     weights = [
         dict(zip(experts[tie.token].tolist(), gates[tie.token].tolist(), strict=True))
-        for experts, gates in (found, expected)
+        for experts, gates in (actual, expected)
     ]
     h_1D, total = h_MD[tie.token : tie.token + 1], 0.0
-    for expert in sorted(set(tie.expected) | set(tie.found)):
+    for expert in sorted(set(tie.expected) | set(tie.chosen)):
         change = abs(weights[0].get(expert, 0.0) - weights[1].get(expert, 0.0))
         total += change * float(np.linalg.norm(output(expert, h_1D).astype(np.float64)))
     return total / max(float(np.linalg.norm(y_MD[tie.token].astype(np.float64))), 1e-30)
 
 
 def agreed_weights(
-    found: tuple[Array, Array], expected: tuple[Array, Array], agree: list[bool]
+    actual: tuple[Array, Array], expected: tuple[Array, Array], agree: list[bool]
 ) -> list[Array]:
     """Both sides' weights of the tokens that agree, in ascending order of experts."""
     return [
         np.take_along_axis(weights, np.argsort(experts, axis=-1), axis=-1)[np.array(agree)]
-        for experts, weights in (found, expected)
+        for experts, weights in (actual, expected)
     ]
 
 
 def lead(choice_E: Array, groups: ExpertGroups, k: int) -> float:
-    """By how much the last chosen expert's score led the first not chosen, among those allowed.
+    """The lead of the last chosen expert's score over the first not chosen, among those allowed.
 
-    Where groups are chosen first, the lesser of that and of the last kept group's lead.
+    Where groups are chosen first, the smaller of that and the last kept group's lead.
     """
     by_group = choice_E.reshape(groups.count, -1).astype(np.float64)
     best = np.sort(by_group, axis=-1)[:, -BEST_OF_GROUP[groups.score] :].sum(axis=-1)

@@ -88,7 +88,7 @@ def write_standalone(
     name = graph if layer is None else f"{graph}_{layer:03d}"
     out = out or build / "standalone" / name
     if out.exists() and not out.is_dir():
-        raise BuildError(f"{out}: a folder expected, found a file; name another with --out")
+        raise BuildError(f"{out}: expected a folder, got a file; name another with --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".standalone_") as temporary:
         folder = Path(temporary)
@@ -97,7 +97,7 @@ def write_standalone(
         (folder / MODEL).write_bytes(model.SerializeToString(deterministic=True))
         _write_json(folder, inputs, outputs)
         out.mkdir(exist_ok=True)
-        (out / MODEL).unlink(missing_ok=True)  # so that none ever lies beside another's weights
+        (out / MODEL).unlink(missing_ok=True)  # so that no model ever lies with another's weights
         for file in (WEIGHTS, INPUTS, OUTPUTS, MODEL):
             (folder / file).replace(out / file)
     # Parity's; at fp32 the one of the largest error, which serves for the RMS as well.
@@ -110,12 +110,12 @@ def _golden(
 ) -> TensorFile:
     if graph == "head" and layer is not None:
         raise BuildError("head: belongs to no layer; leave --layer out")
-    of: dict[str, str] = {"graph": graph}
+    labels: dict[str, str] = {"graph": graph}
     if graph != "head":
-        of["layer"] = str(_fitting_layer(spec, graph, layer))
+        labels["layer"] = str(_fitting_layer(spec, graph, layer))
     goldens = {c.path.stem: c for c in graph_cases(build, spec)}
-    fitting = sorted(n for n, c in goldens.items() if of.items() <= c.metadata.items())
-    what = ", layer ".join(of.values())
+    fitting = sorted(n for n, c in goldens.items() if labels.items() <= c.metadata.items())
+    what = ", layer ".join(labels.values())
     if not fitting:
         raise BuildError(f"{build}: no golden of {what}; there are {', '.join(sorted(goldens))}")
     if case is not None and case not in fitting:
@@ -130,8 +130,8 @@ def _fitting_layer(spec: BuildSpec, graph: GraphName, layer: int | None) -> int:
     if not fitting:
         raise BuildError(f"{graph}: this model has no {kind} layer")
     if layer not in fitting:
-        found = "none" if layer is None else layer
-        raise BuildError(f"{graph}: --layer {fitting[0]} to {fitting[-1]} expected, found {found}")
+        got = "none" if layer is None else layer
+        raise BuildError(f"{graph}: expected --layer {fitting[0]} to {fitting[-1]}, got {got}")
     return layer
 
 

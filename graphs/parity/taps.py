@@ -74,8 +74,8 @@ class _Finder:
             if weight in list(node.input)[1:]:
                 return node
         raise ValueError(
-            f"{self.model.graph.name}: no node reads {weight}, by which taps are found; "
-            "graphs.parity.taps does not fit this graph"
+            f"{self.model.graph.name}: no node reads {weight}, which taps are found by; "
+            "mend graphs.parity.taps to fit this graph"
         )
 
     def producer(self, value: str) -> onnx.NodeProto:
@@ -83,7 +83,7 @@ class _Finder:
         return next(node for node in nodes if value in node.output)
 
     def reads(self, weight: str, name: str, axes: tuple[str, ...], dims: str) -> TapSpec:
-        """What the node that reads a weight reads beside it."""
+        """The first input of the node that reads a weight."""
         return self._tap(name, self.reader(weight).input[0], axes, dims)
 
     def gives(
@@ -95,7 +95,7 @@ class _Finder:
         columns: tuple[int, int] | None = None,
         interleaved: bool = False,
     ) -> TapSpec:
-        """What the node that reads a weight makes of it, or some of its columns."""
+        """The output of the node that reads a weight, or some of its columns."""
         value = self.reader(weight).output[0]
         return self._tap(name, value, axes, dims, (), columns, interleaved)
 
@@ -137,7 +137,7 @@ def find_taps(model: onnx.ModelProto, config: ModelConfig) -> tuple[TapSpec, ...
             return tuple(_experts(finder))
         case "head":
             return (finder.output("logits", ("M", "E"), "ME"),)
-    raise ValueError(f"graph {model.graph.name!r}: one of {', '.join(GRAPHS)} expected")
+    raise ValueError(f"graph {model.graph.name!r}: expected one of {', '.join(GRAPHS)}")
 
 
 def _attention(f: _Finder) -> Iterator[TapSpec]:

@@ -1,4 +1,4 @@
-"""Where the error is: by tap, by layer and by position, each as a list of figures."""
+"""Plots of where the error is: by tap and by layer, each as a list of figures."""
 
 import math
 from collections import Counter
@@ -10,11 +10,10 @@ from graphs.report.figures import figure, grouped
 from graphs.report.markup import Markup
 from graphs.report.merge import BuildFindings
 from graphs.report.svg import Axis, Point, Series, log_chart
-from graphs.report.wording import ERROR_OF, limit_text, number, used, where
+from graphs.report.wording import ERROR_NAMES, limit_share, limit_text, number, where
 
 ORDER: tuple[str, ...] = (*GRAPHS, "chain")
 ALL = "all cases"  # the name of what has no mode
-LINES = 5  # of a plot by position
 
 
 def tap_figures(build: BuildFindings) -> list[Markup]:
@@ -58,7 +57,7 @@ def _by_tap(title: str, rows: Sequence[TapComparison]) -> Markup:
     )
     inexact = [r.metric for r in rows if r.limit]  # positions and masks have to be equal
     ((metric, _),) = Counter(inexact).most_common(1) or [("max", 0)]
-    return figure(f"{title}: {ERROR_OF[metric]}", _mode_names(rows), chart, "limit")
+    return figure(f"{title}: {ERROR_NAMES[metric]}", _mode_names(rows), chart, "limit")
 
 
 def layer_figures(build: BuildFindings) -> list[Markup]:
@@ -77,7 +76,7 @@ def layer_figures(build: BuildFindings) -> list[Markup]:
         labels = [(float(layer), str(layer)) for layer in layers[::every]]
         chart = log_chart(
             f"{titles[key]}: error per layer",
-            _series(group, lambda r: r.layer or 0, used),
+            _series(group, lambda r: r.layer or 0, limit_share),
             [(low, high, 1.0)],
             Axis("layer", low, high, labels),
             min(max(300, 90 + 60 * len(layers)), 900),
@@ -97,7 +96,7 @@ def _series(
     for mode, group in _by_mode(rows):
         points, cloud = [], []
         for at, here in sorted(grouped(group, x).items()):
-            worst = max(here, key=lambda r: (not r.passed, used(r)))
+            worst = max(here, key=lambda r: (not r.passed, limit_share(r)))
             points.append(Point(at, y(worst), _tooltip(worst), not worst.passed))
             cloud += [(float(at), y(r)) for r in here if r is not worst]
         series.append(Series(mode or ALL, _color(mode), points, sorted(set(cloud))))
@@ -120,47 +119,6 @@ def _mode_names(rows: Iterable[TapComparison]) -> list[tuple[str, str]]:
 def _tooltip(row: TapComparison) -> str:
     verdict = "" if row.passed else " FAILED"
     return (
-        f"{row.tap} ({row.symbol})\n{where(row)}\n{ERROR_OF[row.metric]} {number(row.error)}, "
+        f"{row.tap} ({row.symbol})\n{where(row)}\n{ERROR_NAMES[row.metric]} {number(row.error)}, "
         f"limit {limit_text(row.limit)}{verdict}"
     )
-
-
-def position_figures(build: BuildFindings) -> list[Markup]:
-    """Per mode the first bad tap, what uses most of its limit, and the worst outputs, by token."""
-    bad = build.first_bad
-    rows = [r for r in build.rows if len(r.positions) > 1]
-    groups = grouped(rows, lambda r: r.mode or r.graph)
-    names = (*GOLDEN_MODES, *sorted(groups.keys() - set(GOLDEN_MODES)))
-    return [_by_position(name, _worst(groups[name], bad)) for name in names if name in groups]
-
-
-def _worst(rows: Sequence[TapComparison], bad: TapComparison | None) -> list[TapComparison]:
-    """At most `LINES`, each another tap: the bad one, what failed, what is near its limit, and two
-    outputs.
-    """
-    ordered = sorted(rows, key=lambda r: (r is not bad, r.passed, -used(r)))
-    taps = [group[0] for group in grouped(ordered, lambda r: r.tap).values()]
-    outputs = [r for r in taps if r.kind == "output"][:2]
-    rest = [r for r in taps if r not in outputs][: LINES - len(outputs)]
-    return [r for r in taps if r in outputs or r in rest]
-
-
-def _by_position(name: str, rows: Sequence[TapComparison]) -> Markup:
-    longest = max(len(r.positions) for r in rows)
-    every = max(1, round(longest / 8))
-    series = []
-    for color, row in enumerate(rows):
-        worst = max(range(len(row.positions)), key=lambda i: _size(row.positions[i]))
-        points = [Point(i, v) for i, v in enumerate(row.positions)]
-        text = f"{row.tap}, {where(row)}\nrow {worst}: relative RMS {number(row.positions[worst])}"
-        points[worst] = Point(worst, row.positions[worst], text, not row.passed)
-        series.append(Series(row.tap, color, points))
-    labels = [(float(i), str(i)) for i in range(0, longest, every)]
-    axis = Axis("token, one sequence after the other", -0.5, longest - 0.5, labels)
-    chart = log_chart(f"{name}: error per position", series, [], axis, 620)
-    names = [(f"{r.tap}, {where(r)}", f"s{color}") for color, r in enumerate(rows)]
-    return figure(f"{name}: relative RMS of each token's row", names, chart)
-
-
-def _size(value: float) -> float:
-    return math.inf if math.isnan(value) else value

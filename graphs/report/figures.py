@@ -1,17 +1,17 @@
-"""What the page's plots and tables share: a captioned figure, a table, and grouping."""
+"""Building blocks of the page's plots and tables: a captioned figure, a table, and grouping."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from graphs.report.markup import Markup, element
 
-K = TypeVar("K")
-V = TypeVar("V")
+Key = TypeVar("Key")
+Item = TypeVar("Item")
 FAILED = "FAILED"
 
 
 def badge(verdict: str, **attributes: object) -> Markup:
-    """passed or failed, in its colour."""
+    """A verdict, passed or failed, in its colour."""
     return element("strong", verdict, class_=f"badge {verdict}", **attributes)
 
 
@@ -27,9 +27,9 @@ def figure(title: str, names: Sequence[tuple[str, str]], plot: Markup, limit: st
     return element("figure", head, element("div", plot, class_="scroll"))
 
 
-def grouped(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
     """Items by their key, in the order in which the keys come up."""
-    groups: dict[K, list[V]] = {}
+    groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups

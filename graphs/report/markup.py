@@ -2,7 +2,7 @@
 
 from html import escape
 
-VOID = {"br", "circle", "col", "input", "line", "meta", "path", "rect"}  # may stand without content
+VOID = {"br", "circle", "col", "input", "line", "meta", "path"}  # may stand without content
 
 
 class Markup(str):

@@ -10,19 +10,19 @@ from graphs.contract.json_records import write_json
 from graphs.contract.spec import PRECISIONS, BuildError, Precision
 from graphs.parity.findings import (
     SOURCES,
+    FindingsSource,
     FP8Stats,
     Fragment,
     Hint,
     RangeWarning,
     RoutingRecord,
-    Source,
     TapComparison,
     Tie,
     first_bad,
     passed,
 )
 
-REPORT_FORMAT = 1
+REPORT_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class BuildFindings:
     def rows(self) -> list[TapComparison]:
         return [row for f in self.fragments for row in f.rows]
 
-    def rows_of(self, source: Source) -> list[TapComparison]:
+    def rows_of(self, source: FindingsSource) -> list[TapComparison]:
         return [row for f in self.fragments if f.source == source for row in f.rows]
 
     @property
@@ -129,7 +129,7 @@ def verdict(passed: bool) -> str:
 
 
 def merge(builds: Sequence[Path]) -> ParityReport:
-    """Both fragments of every build.
+    """Merge both fragments of every build.
 
     Raises BuildError where one is missing or does not belong, and where nothing was compared.
     """
@@ -138,7 +138,7 @@ def merge(builds: Sequence[Path]) -> ParityReport:
         fragments = tuple(Fragment.load(build, source) for source in SOURCES)
         precision = fragments[0].precision
         if precision in reports:
-            raise BuildError(f"{build}: one build a precision expected, found another {precision}")
+            raise BuildError(f"{build}: expected one build per precision, got two of {precision}")
         reports[precision] = BuildFindings(precision, fragments)
         if not reports[precision].rows:
             raise BuildError(
@@ -147,9 +147,9 @@ def merge(builds: Sequence[Path]) -> ParityReport:
             )
     every = [f for report in reports.values() for f in report.fragments]
     for name in ("model", "config_sha256"):
-        if len(found := sorted({getattr(f, name) for f in every})) > 1:
+        if len(values := sorted({getattr(f, name) for f in every})) > 1:
             raise BuildError(
-                f"builds of one model expected, found {name} {' and '.join(found)}; report each "
+                f"{name}: expected builds of one model, got {' and '.join(values)}; report each "
                 "model on its own"
             )
     ordered = [reports[precision] for precision in PRECISIONS if precision in reports]

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+from graphs.contract.files import write_text
 from graphs.report.figures import badge, table
 from graphs.report.markup import Markup, element
 from graphs.report.merge import ParityReport
 from graphs.report.sections import section
-from graphs.report.wording import notable, number, share, used, where
+from graphs.report.wording import limit_share, notable, number, share, where
 
 HERE = Path(__file__).parent
 
@@ -18,17 +19,15 @@ READING = (
     "has none. “Fed” means given the reference's own values: every FP8 linear layer its input, or, "
     "on the backend, a MoE block's experts what its graph should have made. What differs then was "
     "made right there, and not by an e4m3 value that fell to the other side further up. 0 and what "
-    "is not finite have no logarithm; they lie at a plot's lower and upper edge. Points and bars "
-    "have their figures as tooltips."
+    "is not finite have no logarithm; they lie at a plot's lower and upper edge. Points have "
+    "their figures as tooltips."
 )
 
 
 def save_page(report: ParityReport, folder: Path) -> Path:
     """Write report.html; returns its path."""
     path = folder / "report.html"
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(page(report), encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, page(report))
     return path
 
 
@@ -74,7 +73,7 @@ def _summary(report: ParityReport) -> Markup:
                 f"{len(build.rows):,}",
                 f"{sum(not r.passed for r in build.rows):,}",
                 "–" if near is None else f"{near.tap}, {where(near)}",
-                "–" if near is None else number(used(near)),
+                "–" if near is None else number(limit_share(near)),
                 share(sum(tokens), len(tokens)),
                 f"{len(build.ties):,}",
                 f"{len(build.ranges):,}",

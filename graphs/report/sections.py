@@ -1,22 +1,22 @@
-"""What the page says of one build, section by section."""
+"""The page's part on one build, section by section."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from graphs.parity.findings import Hint
-from graphs.report.error_plots import layer_figures, position_figures, tap_figures
+from graphs.report.error_plots import layer_figures, tap_figures
 from graphs.report.figures import FAILED, badge, table
-from graphs.report.fp8_plots import saturation_figures, saturation_table, scale_figures
+from graphs.report.fp8_table import saturation_table
 from graphs.report.markup import Markup, element, join
 from graphs.report.merge import BuildFindings
-from graphs.report.routing_plots import margin_figure, routing_table, tie_limit, tie_table
+from graphs.report.routing_tables import routing_table, tie_table
 from graphs.report.wording import (
-    ERROR_OF,
+    ERROR_NAMES,
     count,
     first_bad_sentences,
+    limit_share,
     limit_text,
     number,
-    used,
     where,
 )
 
@@ -47,10 +47,8 @@ def _findings(build: BuildFindings) -> Iterator[Markup]:
         yield element("div", *_hints(build.hints), class_="panel")
 
 
-def _hints(hints: Iterable[Hint]) -> Iterator[Markup]:
-    found = False
+def _hints(hints: Sequence[Hint]) -> Iterator[Markup]:
     for hint in hints:
-        found = True
         yield element(
             "p",
             element("b", "Likely cause: "),
@@ -59,7 +57,7 @@ def _hints(hints: Iterable[Hint]) -> Iterator[Markup]:
                 "span", f"{hint.evidence} [{hint.cause}; {hint.tap}, {hint.case}]", class_="dim"
             ),
         )
-    if not found:
+    if not hints:
         yield element("p", "It looks like none of the known causes.", class_="dim")
 
 
@@ -73,12 +71,6 @@ def _errors(build: BuildFindings) -> Iterator[Markup]:
         "Error per layer",
         "Of each layer the tensor that uses most of its limit, whichever that is; at 1 it fails.",
         layer_figures(build),
-    )
-    yield from _plots(
-        "Error per position",
-        "The first bad tap, the tensors nearest their limits and the worst outputs, by token. "
-        "Limits hold for whole tensors, so none is drawn.",
-        position_figures(build),
     )
 
 
@@ -102,15 +94,12 @@ def _fp8(build: BuildFindings) -> Iterator[Markup]:
         "weight packing flushed cannot be told from it.",
         class_="caption",
     )
-    yield element("div", *saturation_figures(build.fp8), class_="figures")
-    yield element("div", *scale_figures(build.fp8), class_="figures")
     yield saturation_table(build.fp8)
 
 
 def _routing(build: BuildFindings) -> Iterator[Markup]:
     if not build.routing:
         return
-    limit = tie_limit(build.rows)
     yield element("h3", "Routing")
     yield element(
         "p",
@@ -119,7 +108,6 @@ def _routing(build: BuildFindings) -> Iterator[Markup]:
         "is a tie, no error.",
         class_="caption",
     )
-    yield element("div", margin_figure(build.routing, limit), class_="figures")
     yield routing_table(build.routing)
     if build.ties:
         yield element(
@@ -159,7 +147,7 @@ def _comparisons(build: BuildFindings) -> Markup:
             number(r.max_error),
             number(r.rms_error),
             f"{r.metric} {limit_text(r.limit)}",
-            number(used(r)),
+            number(limit_share(r)),
             ", ".join(map(str, r.worst)),
             "ok" if r.passed else FAILED,
             r.remark,
@@ -174,8 +162,8 @@ def _comparisons(build: BuildFindings) -> Markup:
         "tap",
         "symbol",
         "kind",
-        ERROR_OF["max"],
-        ERROR_OF["rms"],
+        ERROR_NAMES["max"],
+        ERROR_NAMES["rms"],
         "limit",
         "error ÷ limit",
         "largest at",

@@ -1,7 +1,7 @@
-"""Two kinds of plot as inline SVG: errors on a logarithmic axis, and bars.
+"""A plot as inline SVG: errors on a logarithmic axis.
 
 Colours are classes of the page's style sheet, so a plot follows its light and dark schemes. Points
-and bars carry their figures as tooltips.
+carry their figures as tooltips.
 """
 
 import math
@@ -18,11 +18,11 @@ SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True)
 class Point:
-    """A marked point; without a title the line only passes through it."""
+    """A marked point, with its tooltip."""
 
     x: float
     y: float
-    title: str = ""
+    title: str
     bad: bool = False
 
 
@@ -68,7 +68,7 @@ class _LogScale:
     infinite: bool
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "_LogScale":
+    def holding(cls, values: Sequence[float]) -> "_LogScale":
         logs = [math.log10(v) for v in values if math.isfinite(v) and v > 0] or [0.0]
         low = math.floor(min(logs))
         high = max(low + 1, math.ceil(max(logs)))
@@ -99,12 +99,12 @@ def log_chart(
     width: float,
 ) -> Markup:
     """Lines over a logarithmic y axis. limits: dashes from x to x at a height; label: spoken."""
-    scale = _LogScale.of([v for s in series for v in s.values] + [y for *_, y in limits])
+    scale = _LogScale.holding([v for s in series for v in s.values] + [y for *_, y in limits])
 
     def x(value: float) -> float:
         return LEFT + (value - axis.low) / (axis.high - axis.low) * (width - LEFT - RIGHT)
 
-    parts = [_grid(scale.ticks(), width), _labels(axis, x, HEIGHT)]
+    parts = [_grid(scale.ticks(), width), _labels(axis, x)]
     for start, end, height in limits:
         d = f"M{x(start):.1f} {scale.y(height):.1f}H{x(end):.1f}"
         parts.append(element("path", class_="limit", d=d))
@@ -114,71 +114,13 @@ def log_chart(
         if cloud:
             parts.append(element("path", class_=f"cloud s{s.color}", d=cloud))
         parts.append(element("path", class_=f"line s{s.color}", d=f"M{line}"))
-    marked = [(s, p) for s in series for p in s.points if p.title]
+    marked = [(s, p) for s in series for p in s.points]
     for s, p in sorted(marked, key=lambda pair: pair[1].bad):  # those that failed in front
         title = element("title", p.title)
         place = {"cx": f"{x(p.x):.1f}", "cy": f"{scale.y(p.y):.1f}", "r": 4.5 if p.bad else 3}
         classes = f"dot s{s.color} bad" if p.bad else f"dot s{s.color}"
         parts.append(element("circle", title, class_=classes, **place))
     return _svg(label, width, TOP + HEIGHT + axis.below, parts)
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Stacked parts (amount, class) from below; the label stands under the bar, if it has one."""
-
-    parts: Sequence[tuple[float, str]]
-    title: str
-    label: str = ""
-
-    @property
-    def total(self) -> float:
-        return sum(amount for amount, _ in self.parts)
-
-
-def bar_chart(
-    label: str,
-    bars: Sequence[Bar],
-    name: str,
-    width: float,
-    height: float = HEIGHT,
-    limit: float | None = None,
-    steep: bool = False,
-) -> Markup:
-    """Bars over a linear axis. limit: an upright dashed line at this place, in bars from the left;
-    name: of the x axis.
-    """
-    top = _round_up(max((bar.total for bar in bars), default=0))
-    step = (width - LEFT - RIGHT) / max(len(bars), 1)
-    labels = [(i + 0.5, bar.label) for i, bar in enumerate(bars) if bar.label]
-    axis = Axis(name, 0, len(bars), labels, steep)
-
-    def x(value: float) -> float:
-        return LEFT + value * step
-
-    ticks = [(TOP + height * (1 - i / 2), f"{top * i / 2:,g}") for i in range(3)]
-    parts = [_grid(ticks, width), _labels(axis, x, height)]
-    for i, bar in enumerate(bars):
-        y = TOP + height
-        rects = []
-        for amount, kind in bar.parts:
-            y -= amount / top * height
-            size = {"width": f"{step * 0.86:.1f}", "height": f"{amount / top * height:.1f}"}
-            if amount:
-                place = {"x": f"{x(i + 0.07):.1f}", "y": f"{y:.1f}"}
-                rects.append(element("rect", class_=kind, **place, **size))
-        parts.append(element("g", element("title", bar.title), *rects))
-    if limit is not None:
-        parts.append(element("path", class_="limit", d=f"M{x(limit):.1f} {TOP}v{height}"))
-    return _svg(label, width, TOP + height + axis.below, parts)
-
-
-def _round_up(value: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
-    if value <= 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= value * (1 - 1e-9))
 
 
 def _grid(ticks: Sequence[tuple[float, str]], width: float) -> Markup:
@@ -189,8 +131,8 @@ def _grid(ticks: Sequence[tuple[float, str]], width: float) -> Markup:
     return join(element("path", class_="grid", d=lines), *texts)
 
 
-def _labels(axis: Axis, x: Callable[[float], float], height: float) -> Markup:
-    y = TOP + height + 15
+def _labels(axis: Axis, x: Callable[[float], float]) -> Markup:
+    y = TOP + HEIGHT + 15
     texts = []
     for value, text in axis.labels:
         if axis.steep:
@@ -199,7 +141,7 @@ def _labels(axis: Axis, x: Callable[[float], float], height: float) -> Markup:
         else:
             texts.append(element("text", text, class_="middle", x=f"{x(value):.1f}", y=y))
     middle = (x(axis.low) + x(axis.high)) / 2
-    bottom = f"{TOP + height + axis.below - 6:.1f}"
+    bottom = f"{TOP + HEIGHT + axis.below - 6:.1f}"
     name = element("text", axis.name, class_="middle name", x=f"{middle:.1f}", y=bottom)
     return join(*texts, name)
 

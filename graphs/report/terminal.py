@@ -6,14 +6,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphs.parity.findings import Fragment, Source
+from graphs.parity.findings import FindingsSource, Fragment
 from graphs.report.merge import BuildFindings, ParityReport
-from graphs.report.wording import first_bad_sentences, notable, number, used, where
+from graphs.report.wording import first_bad_sentences, limit_share, notable, number, where
 
 COLORS = {"passed": "green", "failed": "bold red"}
-
-
-WHAT: dict[Source, str] = {"graphs": "each graph alone", "chain": "blocks and chain"}
+SOURCE_TITLES: dict[FindingsSource, str] = {
+    "graphs": "each graph alone",
+    "chain": "blocks and chain",
+}
 
 
 def summary(report: ParityReport, title: str = "parity") -> Table:
@@ -33,7 +34,7 @@ def summary(report: ParityReport, title: str = "parity") -> Table:
             f"{len(build.rows):,}",
             f"{sum(not row.passed for row in build.rows):,}",
             "–" if near is None else Text(f"{near.tap}, {where(near)}"),
-            "–" if near is None else number(used(near)),
+            "–" if near is None else number(limit_share(near)),
             f"{len(build.ties):,}",
             f"{len(build.ranges):,}",
             Text(build.verdict, COLORS[build.verdict]),
@@ -57,10 +58,10 @@ def failures(report: ParityReport) -> Iterator[Text]:
 
 
 def show(console: Console, fragment: Fragment) -> bool:
-    """Print what one parity command found; returns whether all of it is within its limits."""
+    """Print one parity command's findings; returns whether all are within their limits."""
     build = BuildFindings(fragment.precision, (fragment,))
     report = ParityReport(fragment.model, (build,))
-    console.print(summary(report, WHAT[fragment.source]))
+    console.print(summary(report, SOURCE_TITLES[fragment.source]))
     for line in failures(report):
         console.print(line, soft_wrap=True)
     return report.passed

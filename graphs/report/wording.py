@@ -1,4 +1,4 @@
-"""How findings read, in the page and on the terminal: numbers, names, and the first bad tap."""
+"""Words for findings, in the page and on the terminal: numbers, names, and the first bad tap."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from graphs.parity.findings import Metric, TapComparison
 from graphs.report.merge import BuildFindings
 
-ERROR_OF: dict[Metric, str] = {"max": "max|a−b| / max|b|", "rms": "relative RMS"}
+ERROR_NAMES: dict[Metric, str] = {"max": "max|a−b| / max|b|", "rms": "relative RMS"}
 NOT_FINITE = "not finite"
 
 
 def number(value: float, digits: int = 2) -> str:
-    """With this many significant digits; powers of ten as 1.2e-5."""
+    """A number with this many significant digits; powers of ten as 1.2e-5."""
     if not math.isfinite(value):
         return NOT_FINITE
     if value == 0:
@@ -29,7 +29,7 @@ def limit_text(value: float) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """As per cent; a share that is not 0 does not look like it."""
+    """A share in per cent; one that is not 0 never reads as 0."""
     if not whole:
         return "–"
     value = 100 * part / whole
@@ -45,7 +45,7 @@ def where(row: TapComparison) -> str:
     return f"{row.case}, fed" if row.fed else row.case
 
 
-def used(row: TapComparison) -> float:
+def limit_share(row: TapComparison) -> float:
     """The error as a share of its limit; infinite where it is not finite."""
     if math.isnan(row.error):
         return math.inf
@@ -53,12 +53,12 @@ def used(row: TapComparison) -> float:
 
 
 def closest(rows: Iterable[TapComparison]) -> TapComparison | None:
-    """The one that uses most of its limit."""
-    return max(rows, key=used, default=None)
+    """The comparison that uses most of its limit."""
+    return max(rows, key=limit_share, default=None)
 
 
 def notable(build: BuildFindings) -> TapComparison | None:
-    """The first bad one, or else the one that uses most of its limit."""
+    """The first bad comparison, or else the one that uses most of its limit."""
     return build.first_bad or closest(build.rows)
 
 
@@ -75,7 +75,7 @@ def last_good(rows: Sequence[TapComparison], bad: TapComparison) -> TapCompariso
 
 
 def first_bad_sentences(build: BuildFindings) -> list[str]:
-    """What went wrong first, in plain words; nothing where nothing did."""
+    """Sentences on what went wrong first; none if nothing did."""
     bad = build.first_bad
     if bad is None:
         return [
@@ -88,7 +88,7 @@ def first_bad_sentences(build: BuildFindings) -> list[str]:
     place = "" if bad.layer is None else f", layer {bad.layer}"
     at = f", largest at index {bad.worst}" if bad.worst else ""
     lines = [
-        f"{bad.tap}{symbol} in {where(bad)}{place}: {ERROR_OF[bad.metric]} {number(bad.error)}, "
+        f"{bad.tap}{symbol} in {where(bad)}{place}: {ERROR_NAMES[bad.metric]} {number(bad.error)}, "
         f"limit {limit_text(bad.limit)}{at}."
     ]
     if bad.remark:

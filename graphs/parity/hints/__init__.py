@@ -1,4 +1,4 @@
-"""Why the first bad tap of a case is bad: one module a part of a block, one function a tap.
+"""Likely causes of a case's first bad tap: a module per part of a block, a function per tap.
 
 Each hypothesis is a fault that has been made; see `evidence` for when one is believed.
 """
@@ -43,16 +43,16 @@ def diagnose(
 ) -> list[Hint]:
     """A hint per cause, for the first case that shows it.
 
-    `evidence_of` a case; `other_layer`: whose weights make a case pass, None where none do.
+    `other_layer`: the layer whose weights make a case pass, or None.
     """
     cases: dict[str, list[TapComparison]] = {}
     for row in rows:
         cases.setdefault(row.case, []).append(row)
     hints: list[Hint] = []
-    for case, its in sorted(cases.items()):
-        bad = first_bad(its)
-        if bad is None or any(row.fed for row in its) > bad.fed:
-            continue  # of a free run that fails where the fed one does not, nothing can be said
+    for case, case_rows in sorted(cases.items()):
+        bad = first_bad(case_rows)
+        if bad is None or any(row.fed for row in case_rows) > bad.fed:
+            continue  # a free run that fails where the fed one passes says nothing of a cause
         evidence = evidence_of(case)
         hints += _hints(evidence, bad) or _exchanged(evidence.case, bad, other_layer(case))
     return distinct(hints)

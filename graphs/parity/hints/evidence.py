@@ -1,4 +1,4 @@
-"""A failed case, and how a fault is told from a mere difference.
+"""A failed case as evidence, and the test that tells a fault from a mere difference.
 
 A hypothesis predicts, from what the graph itself computed and read up to the first bad tap, what
 that tap would be if one fault were in place. It is believed only where the prediction explains
@@ -34,13 +34,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A case: what the graph computed, by tap in the reference's layout, and what it read."""
+    """A case: the graph's values by tap, in the reference's layout, and its weights and inputs."""
 
     spec: BuildSpec
     case: ReplayCase
     graph: GraphSpec
     golden: TensorFile
-    found: Mapping[str, Array]
+    taps: Mapping[str, Array]
     weights: Mapping[str, Array]
 
     @property
@@ -55,11 +55,11 @@ class Evidence:
         return next(t for t in self.graph.taps if t.name == name)
 
     def computed(self, name: str) -> Array:
-        """What the graph computed, in float64."""
-        return self.found[name].astype(np.float64)
+        """The graph's value of a tap, in float64."""
+        return self.taps[name].astype(np.float64)
 
     def expected(self, name: str) -> Array:
-        """What the reference computed, in float64."""
+        """The reference's value of a tap, in float64."""
         return expected_tap(self.golden, self.tap(name)).astype(np.float64)
 
     def weight(self, name: str) -> Array:
@@ -69,31 +69,31 @@ class Evidence:
         self,
         tap: str,
         candidates: Iterable[Candidate],
-        found: Array,
+        actual: Array,
         expected: Array,
         faultless: Array | None = None,
     ) -> list[Hint]:
-        """A hint for the candidate that explains most of found − expected, if one does.
+        """A hint for the candidate that explains most of actual − expected, if one does.
 
-        `faultless` is the prediction with no fault. What a graph stores in 16 bits is predicted as
-        stored.
+        `faultless` is the prediction with no fault. Predictions are rounded to the type in which
+        the graph stores the tap.
         """
-        difference, dtype = float(np.linalg.norm(found - expected)), self.found[tap].dtype
+        difference, dtype = float(np.linalg.norm(actual - expected)), self.taps[tap].dtype
 
         def unexplained(predicted: Array) -> float:
             stored = predicted.astype(dtype).astype(np.float64)
-            return float(np.linalg.norm(stored - found)) / max(difference, 1e-300)
+            return float(np.linalg.norm(stored - actual)) / max(difference, 1e-300)
 
         if faultless is not None and unexplained(faultless) <= MATCH:
             return []
-        left: list[tuple[float, Candidate]] = []
+        matches: list[tuple[float, Candidate]] = []
         for candidate in candidates:
             share = unexplained(candidate.predicted)
             if share <= candidate.match:
-                left.append((share, candidate))
-        if not left:
+                matches.append((share, candidate))
+        if not matches:
             return []
-        share, candidate = min(left, key=lambda pair: pair[0])
+        share, candidate = min(matches, key=lambda pair: pair[0])
         evidence = f"this leaves {share:.1e} of the difference unexplained"
         return [make_hint(self.case, tap, candidate.cause, candidate.text, evidence)]
 

@@ -19,23 +19,23 @@ SWAPPED = "rope_layout_swapped"
 
 
 def layout_hints(evidence: Evidence, tap: str) -> list[Hint]:
-    """Of q^pe or k^pe before the rotation, in the reference's interleaved layout."""
+    """Hints on q^pe or k^pe before the rotation, in the reference's interleaved layout."""
     expected = evidence.expected(tap)
-    left = "the weight's rope rows were left interleaved, where half layout is read"
+    interleaved = "the weight's rope rows were left interleaved, where half layout is read"
     twice = "the weight's rope rows were put in half layout twice"
     candidates = [
-        Candidate(SWAPPED, left, _pairs(expected)),
+        Candidate(SWAPPED, interleaved, _pairs(expected)),
         Candidate(SWAPPED, twice, _halves(expected)),
     ]
     return evidence.best(tap, candidates, evidence.computed(tap), expected)
 
 
 def rotation_hints(evidence: Evidence, tap: str) -> list[Hint]:
-    """Of q^pe behind the rotation, or of the rotated key in the new rows."""
-    found, expected = evidence.computed(tap), evidence.expected(tap)
+    """Hints on q^pe after the rotation, or on the rotated key in the new rows."""
+    actual, expected = evidence.computed(tap), evidence.expected(tap)
     if tap == "new":
         C = evidence.config.kv_lora_rank
-        found, expected = found[..., C:], expected[..., C:]
+        actual, expected = actual[..., C:], expected[..., C:]
     before = evidence.computed("k_pe" if tap == "new" else "q_pe")
     half, (cos, sin) = _halves(before), _at(evidence, before, 0)
     faultless = _rotated(half, cos, sin)
@@ -50,9 +50,9 @@ def rotation_hints(evidence: Evidence, tap: str) -> list[Hint]:
     for shift, text in SHIFTS.items():
         turned = _rotated(half, *_at(evidence, before, shift))
         wrong.append(Candidate(LENGTH, f"rotated for positions that are {text}", turned))
-    if hints := evidence.best(tap, wrong, found, expected, faultless):
+    if hints := evidence.best(tap, wrong, actual, expected, faultless):
         return hints
-    return _input_hints(evidence, tap, half, faultless, found, expected)
+    return _input_hints(evidence, tap, half, faultless, actual, expected)
 
 
 LENGTH = "context_length_off_by_one"
@@ -63,18 +63,18 @@ SHIFTS = {
 
 
 def _input_hints(
-    evidence: Evidence, tap: str, half: Array, faultless: Array, found: Array, expected: Array
+    evidence: Evidence, tap: str, half: Array, faultless: Array, actual: Array, expected: Array
 ) -> list[Hint]:
-    """Where the rotation is right, its tables or its positions are not."""
+    """Hints on the rotation's inputs: its tables, or its positions."""
     cause, text = table_fault(evidence.config.rope, evidence.weight("cos"), evidence.weight("sin"))
     if cause:
-        return evidence.best(tap, [Candidate(cause, text, faultless)], found, expected)
-    right = [
+        return evidence.best(tap, [Candidate(cause, text, faultless)], actual, expected)
+    shifted = [
         # were positions that much different, the reference's result would come out
         Candidate(LENGTH, f"the positions are {text}", _rotated(half, *_at(evidence, half, -shift)))
         for shift, text in SHIFTS.items()
     ]
-    return evidence.best(tap, right, expected, found)
+    return evidence.best(tap, shifted, expected, actual)
 
 
 def _at(evidence: Evidence, x: Array, shift: int) -> tuple[Array, Array]:
@@ -86,15 +86,15 @@ def _at(evidence: Evidence, x: Array, shift: int) -> tuple[Array, Array]:
 
 
 def table_fault(rope: RopeConfig, cos_Pr: Array, sin_Pr: Array) -> tuple[str, str]:
-    """Cause and text for tables of another config; empty where they are no such tables."""
+    """Cause and text if the tables are those of another config, else empty."""
     width = 2 * cos_Pr.shape[1]
     frequencies = np.arctan2(sin_Pr[1], cos_Pr[1])
     sizes = np.hypot(cos_Pr[:SAMPLED], sin_Pr[:SAMPLED])
     angles = np.arange(len(sizes))[:, None] * frequencies
     if np.ptp(sizes) > 1e-4 or np.abs(cos_Pr[:SAMPLED] / sizes - np.cos(angles)).max() > 1e-3:
         return "", ""
-    own, size = inverse_frequencies(rope, width), float(sizes.mean())
-    if np.allclose(frequencies, own, rtol=1e-4, atol=0):
+    expected_turns, size = inverse_frequencies(rope, width), float(sizes.mean())
+    if np.allclose(frequencies, expected_turns, rtol=1e-4, atol=0):
         if np.isclose(size, rope.table_multiplier, rtol=1e-4):
             return "", ""
         factors = f"{size:.6g}, not by {rope.table_multiplier:.6g}"
@@ -102,9 +102,10 @@ def table_fault(rope: RopeConfig, cos_Pr: Array, sin_Pr: Array) -> tuple[str, st
     for cause, text, other in _faulty_configs(rope):
         if np.allclose(frequencies, inverse_frequencies(other, width), rtol=1e-4, atol=0):
             return cause, f"the rope tables are those of {text}"
-    pair = int(np.argmax(np.abs(frequencies / own - 1) > 1e-4))
-    text = f"from pair {pair} on, which turns by {frequencies[pair]:.6g} and not by {own[pair]:.6g}"
-    return "rope_frequencies", f"the rope tables' frequencies are off {text} a position"
+    pair = int(np.argmax(np.abs(frequencies / expected_turns - 1) > 1e-4))
+    actual, expected = frequencies[pair], expected_turns[pair]
+    text = f"from pair {pair} on, which turns by {actual:.6g} and not by {expected:.6g} a position"
+    return "rope_frequencies", f"the rope tables' frequencies are off {text}"
 
 
 SAMPLED = 8  # first positions, at which tables must turn evenly to be any config's

@@ -1,4 +1,4 @@
-"""Faults of the attention scores: what is masked, what they are multiplied by, what they are of."""
+"""Faults of the attention scores: the mask, the scale, the parts."""
 
 from collections.abc import Iterator
 
@@ -10,17 +10,17 @@ from graphs.ops import MASKED
 from graphs.parity.findings import Hint
 from graphs.parity.hints.evidence import Candidate, Evidence
 from graphs.parity.hints.masks import mask_hint
-from graphs.parity.hints.weights import regrid_of, transposed
+from graphs.parity.hints.weights import regrid_ratio, transposed
 
 
 def attention_hints(evidence: Evidence, tap: str) -> list[Hint]:
-    """Of the masked scores [B,H,S,T]."""
-    found, expected = evidence.computed(tap), evidence.expected(tap)
-    masks = [scores[:, 0].transpose(0, 2, 1) for scores in (found, expected)]
+    """Hints on the masked scores [B,H,S,T]."""
+    actual, expected = evidence.computed(tap), evidence.expected(tap)
+    masks = [scores[:, 0].transpose(0, 2, 1) for scores in (actual, expected)]
     cached = evidence.inputs["context"].shape[1]
     if hints := mask_hint(evidence.case, tap, masks[0], masks[1], cached):
         return hints
-    seen = (found > MASKED / 2) & (expected > MASKED / 2)
+    seen = (actual > MASKED / 2) & (expected > MASKED / 2)
     w_uk = evidence.weight("attention.w_uk")
     content, position = _parts(evidence, w_uk)
     candidates = (
@@ -28,21 +28,21 @@ def attention_hints(evidence: Evidence, tap: str) -> list[Hint]:
         for c in _candidates(evidence.config, content, position)
     )
     faultless = (content + position) * evidence.config.softmax_scale
-    if hints := evidence.best(tap, candidates, found[seen], expected[seen], faultless[seen]):
+    if hints := evidence.best(tap, candidates, actual[seen], expected[seen], faultless[seen]):
         return hints
-    ratio = regrid_of(evidence, "attention")
+    ratio = regrid_ratio(evidence, "attention")
     if ratio is None:
         return []
     N = evidence.config.qk_nope_head_dim
     content, position = _parts(evidence, w_uk * ratio[:, :N])
     turned = (content + position) * evidence.config.softmax_scale
     candidate = transposed("kv_b_proj", turned[seen], fp8=False)
-    return evidence.best(tap, [candidate], expected[seen], found[seen])
+    return evidence.best(tap, [candidate], expected[seen], actual[seen])
 
 
 def mix_hints(evidence: Evidence, tap: str) -> list[Hint]:
-    """Of what every head attends to [B,H,S,V], with probabilities that are right."""
-    ratio = regrid_of(evidence, "attention")
+    """Hints on each head's mix [B,H,S,V], with probabilities that are right."""
+    ratio = regrid_ratio(evidence, "attention")
     if ratio is None:
         return []
     N, C = evidence.config.qk_nope_head_dim, evidence.config.kv_lora_rank
@@ -60,7 +60,7 @@ def _rows(evidence: Evidence) -> Array:
 
 
 def _parts(evidence: Evidence, w_uk: Array) -> tuple[Array, Array]:
-    """Unscaled scores [B,H,S,T] of the graph's own queries and rows: of content, of position."""
+    """Unscaled scores [B,H,S,T] of content and of position, from the graph's queries and rows."""
     rows, C = _rows(evidence), evidence.config.kv_lora_rank
     q_latent = np.einsum("bhsn,hnc->bhsc", evidence.computed("q_nope"), w_uk)
     content = np.einsum("bhsc,btc->bhst", q_latent, rows[..., :C])

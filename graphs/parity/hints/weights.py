@@ -38,20 +38,20 @@ LINEARS = {
 
 
 def grid_hints(evidence: Evidence, tap: str) -> list[Hint]:
-    """Whether a linear layer's output is right once its weight's grid is turned back."""
+    """A hint if a linear layer's output is right once its weight's grid is turned back."""
     module, source = _linear(evidence, tap)
-    ratio_NK = regrid_of(evidence, module)
-    if ratio_NK is None:
+    ratio = regrid_ratio(evidence, module)
+    if ratio is None:
         return []
-    x_MK, fp8 = _read(evidence, tap, source), evidence.spec.precision == "fp8"
+    inputs, fp8 = _read(evidence, tap, source), evidence.spec.precision == "fp8"
     weight = evidence.weights[f"{module}.weight"].astype(np.float32)  # which may be a GB
-    weight_KN = weight * evidence.weights[f"{module}.scale"] if fp8 else weight.T
-    weight_KN = weight_KN * ratio_NK.T
-    x_MK = _quantised(x_MK) if fp8 else x_MK
-    expected, found = evidence.expected(tap), evidence.computed(tap)
-    y_MN = (x_MK.astype(np.float32) @ weight_KN).astype(np.float64)
-    turned = _output(evidence, evidence.tap(tap), y_MN, expected.shape)
-    return evidence.best(tap, [transposed(module, turned, fp8)], expected, found)
+    weight = weight * evidence.weights[f"{module}.scale"] if fp8 else weight.T
+    weight = weight * ratio.T
+    inputs = _quantised(inputs) if fp8 else inputs
+    expected, actual = evidence.expected(tap), evidence.computed(tap)
+    output = (inputs.astype(np.float32) @ weight).astype(np.float64)
+    turned = _output(evidence, evidence.tap(tap), output, expected.shape)
+    return evidence.best(tap, [transposed(module, turned, fp8)], expected, actual)
 
 
 def transposed(weight: str, turned: Array, fp8: bool) -> Candidate:
@@ -63,10 +63,10 @@ def transposed(weight: str, turned: Array, fp8: bool) -> Candidate:
     return Candidate("scale_grid_transposed", text, turned, REGRID_MATCH if fp8 else MATCH)
 
 
-def regrid_of(evidence: Evidence, module: str) -> Array | None:
-    """By what each value of a packed weight is to be multiplied, [out, in]; `attention` [H,N+V,C].
+def regrid_ratio(evidence: Evidence, module: str) -> Array | None:
+    """The factor for each value of a packed weight, [out, in]; `attention` [H,N+V,C].
 
-    None where the checkpoint has no block scales, or the golden is not of a prefill.
+    None if the checkpoint has no block scales, or the golden is not a prefill.
     """
     ratio = evidence.golden.tensors.get(f"regrid.{module}")
     if ratio is None:
@@ -95,7 +95,7 @@ def _linear(evidence: Evidence, tap: str) -> tuple[str, str]:
 
 
 def _read(evidence: Evidence, tap: str, source: str) -> Array:
-    """What the reference fed a linear layer, [M, in]."""
+    """The reference's input of a linear layer, [M, in]."""
     if evidence.graph.name == "experts" and source == "h":
         inputs = evidence.inputs
         rows: Array = inputs["h"][inputs[f"rows_{slot_of(tap)}"]].astype(np.float64)
@@ -104,21 +104,21 @@ def _read(evidence: Evidence, tap: str, source: str) -> Array:
     return to_graph(spec, fed_tap(evidence.golden, spec)).astype(np.float64)
 
 
-def _quantised(x_MK: Array) -> Array:
+def _quantised(inputs: Array) -> Array:
     """Rounded to e4m3 as an FP8 linear layer does it, one scale a row."""
-    scale = np.maximum(np.abs(x_MK).max(axis=1, keepdims=True) / E4M3_MAX, SMALLEST_SCALE)
+    scale = np.maximum(np.abs(inputs).max(axis=1, keepdims=True) / E4M3_MAX, SMALLEST_SCALE)
     e4m3 = DTYPES["float8e4m3fn"][1]
-    rounded: Array = (x_MK / scale).astype(np.float32).astype(e4m3).astype(np.float64) * scale
+    rounded: Array = (inputs / scale).astype(np.float32).astype(e4m3).astype(np.float64) * scale
     return rounded
 
 
-def _output(evidence: Evidence, tap: TapSpec, y_MO: Array, shape: tuple[int, ...]) -> Array:
-    """The part of a linear layer's output that a tap is, in the reference's layout."""
+def _output(evidence: Evidence, tap: TapSpec, output: Array, shape: tuple[int, ...]) -> Array:
+    """A tap's part of a linear layer's output, in the reference's layout."""
     if tap.name not in ("q_nope", "q_pe"):
-        return to_reference(tap, y_MO, shape)
+        return to_reference(tap, output, shape)
     c = evidence.config
     B, H, S, _ = shape
-    q = y_MO[:, : H * c.qk_head_dim].reshape(B, S, H, -1)
+    q = output[:, : H * c.qk_head_dim].reshape(B, S, H, -1)
     nope, pe = np.split(q, [c.qk_nope_head_dim], axis=-1)
     part, columns = (nope, "N") if tap.name == "q_nope" else (pe, "R")
     axes = ("B", "S", "H", columns)

@@ -7,7 +7,7 @@ hint.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,8 @@ def edit_file(path: Path, edit: Callable[[dict[str, Array]], None]) -> None:
 
 
 def node_of(model: onnx.ModelProto, kind: str, reading: str = "") -> onnx.NodeProto:
-    return next(
-        n for n in model.graph.node if n.op_type == kind and (not reading or reading in n.input)
-    )
+    nodes: Iterable[onnx.NodeProto] = model.graph.node
+    return next(n for n in nodes if n.op_type == kind and (not reading or reading in n.input))
 
 
 def set_attribute(node: onnx.NodeProto, name: str, value: Any) -> None:
@@ -116,7 +115,7 @@ def set_attribute(node: onnx.NodeProto, name: str, value: Any) -> None:
 def outcome(fragment: Fragment) -> tuple[str | None, set[str]]:
     """The first bad tap, and the causes named."""
     bad = first_bad(fragment.rows)
-    return bad and bad.tap, {hint.cause for hint in fragment.hints}
+    return None if bad is None else bad.tap, {hint.cause for hint in fragment.hints}
 
 
 def test_the_build_as_it_is_passes_without_a_hint(build: Path) -> None:
@@ -143,6 +142,7 @@ def test_rope_rows_of_a_weight_not_in_half_layout(build: Path, twice: bool) -> N
     c = ModelConfig.from_dict(CONFIG)
     order = half_layout(c.qk_rope_head_dim).numpy()
     order = order if twice else np.argsort(order)
+    assert c.q_lora_rank is not None
     rows = np.arange(c.q_lora_rank + c.cache_width)
     rows[-c.qk_rope_head_dim :] = rows[-c.qk_rope_head_dim :][order]
 

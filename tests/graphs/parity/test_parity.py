@@ -158,18 +158,18 @@ def test_a_golden_that_lacks_a_tap_is_an_error(nano: Build, tmp_path: Path) -> N
 
 def test_errors_are_over_the_whole_tensor() -> None:
     expected = np.array([1.0, -4.0, 2.0], np.float32)
-    row = found(expected, expected + np.float32([0, 2e-5, 0]), "y", "fp32")
+    row = found(expected, expected + np.array([0, 2e-5, 0], np.float32), "y", "fp32")
     assert row.passed and row.max_error == pytest.approx(5e-6, rel=0.05) and row.worst == [1]
     assert not found(expected, expected * 1.00001, "new", "fp32").passed
     assert not found(expected, expected * np.nan, "y", "fp8").passed
-    with pytest.raises(ValueError, match=r"case y: shape \(3,\) expected, found \(2,\)"):
+    with pytest.raises(ValueError, match=r"case y: expected shape \(3,\), got \(2,\)"):
         found(expected, expected[:2], "y", "fp32")
 
 
 def test_a_key_that_only_one_side_masks_fails_however_small_its_score() -> None:
     """Of masked scores only that they are masked is compared, not by how much."""
     expected = np.array([3.0, MASKED, 0.0], np.float32)
-    row = found(expected, expected * np.float32([1, 1.5, 1]), "scores", "fp32")
+    row = found(expected, expected * np.array([1, 1.5, 1], np.float32), "scores", "fp32")
     assert row.passed and row.max_error == 0
     row = found(expected, np.array([3.0, 0.0, 0.0], np.float32), "scores", "fp32")
     assert not row.passed and "1 keys masked by one of both only" in row.remark

@@ -9,11 +9,11 @@ from graphs.contract.spec import Precision
 from graphs.contract.tensorfile import Array, TensorFile
 from graphs.ops import MASKED
 from graphs.ops.fp8_linear import E4M3_MAX, SMALLEST_SCALE, reference
-from graphs.parity.ranges import RangeFinding, Role, golden_findings, range_findings
+from graphs.parity.ranges import RangeFinding, RangeRole, golden_findings, range_findings
 from tests.support.builds import Build
 
 
-def found(values: object, role: Role = "value") -> dict[str, RangeFinding]:
+def found(values: object, role: RangeRole = "value") -> dict[str, RangeFinding]:
     array = np.asarray(values, dtype=np.float32)
     return {f.rule: f for f in range_findings("case", "tap", array, role=role)}
 
@@ -22,11 +22,12 @@ def ordinary(rows: int = 4, columns: int = 64) -> Array:
     """Values between 0.5 and 1.5 of either sign."""
     generator = np.random.default_rng(0)
     sizes = generator.uniform(0.5, 1.5, (rows, columns))
-    return (sizes * generator.choice([-1, 1], sizes.shape)).astype(np.float32)
+    values: Array = sizes * generator.choice([-1, 1], sizes.shape)
+    return values.astype(np.float32)
 
 
 @pytest.mark.parametrize("role", ["value", "norm_input", "fp8_input"])
-def test_ordinary_values_have_no_findings(role: Role) -> None:
+def test_ordinary_values_have_no_findings(role: RangeRole) -> None:
     assert found(ordinary(), role) == {}
     assert found(np.zeros((0, 8)), role) == {}
     assert found(ordinary().astype(ml_dtypes.bfloat16), role) == {}

@@ -43,7 +43,7 @@ def test_experts_are_compared_as_sets_and_ties_are_told_apart() -> None:
     same = routing(swapped, expected, scores)
     assert same.agree == [True] and same.ties == []
     (tie,) = routing((np.array([[2, 0]]), weights), expected, scores).ties
-    assert tie.passed and (tie.expected, tie.found) == ([0, 1], [0, 2])
+    assert tie.passed and (tie.expected, tie.chosen) == ([0, 1], [0, 2])
     assert tie.margin == pytest.approx(1e-7, rel=0.2)
     (wrong,) = routing((np.array([[0, 3]]), weights), expected, scores).ties
     assert not wrong.passed and wrong.margin == pytest.approx(0.4)
@@ -148,7 +148,7 @@ def test_a_tie_is_reported_with_margin_and_bound_and_fails_nothing(
         bounds = [tie.bound for r in alone.routing for tie in r.ties]
         assert all(bound is not None and bound > 0 for bound in bounds)
     assert ties and all(t.passed and t.margin <= TIE_MARGIN["fp32"] for t in ties)
-    assert all({0, 1} >= set(t.expected) ^ set(t.found) for t in ties)
+    assert all({0, 1} >= set(t.expected) ^ set(t.chosen) for t in ties)
     for tie in ties:
         assert tie.bound is not None and tie.effect is not None
         assert 0.01 < tie.effect <= tie.bound * (1 + 1e-4)

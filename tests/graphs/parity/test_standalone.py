@@ -213,10 +213,10 @@ def test_a_copy_is_reproducible_and_leaves_other_files_alone(nano: Build, tmp_pa
 @pytest.mark.parametrize(
     "graph, layer, case, expected",
     [
-        ("dense", 1, None, "dense: --layer 0 to 0 expected, found 1"),
-        ("moe", 0, None, "moe: --layer 1 to 3 expected, found 0"),
-        ("experts", 7, None, "experts: --layer 1 to 3 expected, found 7"),
-        ("moe", None, None, "expected, found none"),
+        ("dense", 1, None, "dense: expected --layer 0 to 0, got 1"),
+        ("moe", 0, None, "moe: expected --layer 1 to 3, got 0"),
+        ("experts", 7, None, "experts: expected --layer 1 to 3, got 7"),
+        ("moe", None, None, "expected --layer 1 to 3, got none"),
         ("head", 1, None, "head: belongs to no layer"),
         ("experts", 2, None, "no golden of experts, layer 2; there are .*experts_001"),
         ("moe", 1, "moe_002_prefill", "case moe_002_prefill: .* there are moe_001_chunk"),
@@ -266,7 +266,7 @@ def test_the_command_prints_what_to_run(nano: Build, tmp_path: Path) -> None:
     assert [c.split()[1] for c in commands] == ["run", "run", "data", "debug"]
     done = run_cli(build, "moe", "--layer", "0")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: moe: --layer 1 to 3 expected")
+    assert done.stderr.startswith("error: moe: expected --layer 1 to 3")
 
 
 def test_the_command_line_imports_no_polygraphy() -> None:

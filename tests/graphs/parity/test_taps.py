@@ -89,5 +89,5 @@ def test_a_graph_that_does_not_read_a_weight_as_expected_is_an_error(nano: Build
     with pytest.raises(ValueError, match=r"dense: no node reads post_norm\.weight"):
         find_taps(model, spec.config)
     model.graph.name = "other"
-    with pytest.raises(ValueError, match="graph 'other': one of dense, moe, experts, head"):
+    with pytest.raises(ValueError, match="'other': expected one of dense, moe, experts, head"):
         find_taps(model, spec.config)
