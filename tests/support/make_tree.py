@@ -107,7 +107,8 @@ class MakeTree:
         for age, name in enumerate([*names, f"{ENGINES}/manifest.json"], 1):
             path = self.folder / build / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("{}" if name == ".config" else "")
+            if not path.exists():
+                path.write_text("{}" if name == ".config" else "")
             os.utime(path, (1e9 + age, 1e9 + age))
 
     def variable(self, name: str) -> list[str]:

@@ -66,7 +66,7 @@ def test_each_head_of_q_b_keeps_its_nope_rows_and_permutes_its_rope_rows(tiny: C
         "weight"
     ]
     original = layer_weight(tiny, 0, "self_attn.q_b_proj")
-    shape = (c.num_attention_heads, c.qk_head_dim, c.q_lora_rank)
+    shape = (c.num_attention_heads, c.qk_head_dim, original.shape[1])
     for ours, theirs in zip(packed.view(shape), original.view(shape), strict=True):
         assert torch.equal(ours[: c.qk_nope_head_dim], theirs[: c.qk_nope_head_dim])
         rope = theirs[c.qk_nope_head_dim :]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -23,6 +24,7 @@ from export.golden.model import write_goldens
 from export.packing.pack import pack
 from export.packing.record import RECORD_FILE, BuildRecord, record_checkpoint
 from graphs.contract.spec import HEAD_FILE, BuildError, BuildSpec
+from graphs.contract.tensorfile import read_header
 from tests.support.helpers import tiny_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -127,8 +129,12 @@ def test_a_shard_that_nobody_touched_is_not_read_again(
 ) -> None:
     before = CheckpointIdentity.from_folder(folder)
     headers: list[Path] = []
-    read = identity.read_header
-    monkeypatch.setattr(identity, "read_header", lambda path: headers.append(path) or read(path))
+
+    def read(path: Path) -> tuple[dict[str, Any], int]:
+        headers.append(path)
+        return read_header(path)
+
+    monkeypatch.setattr("export.checkpoint.identity.read_header", read)
     assert CheckpointIdentity.from_folder(folder, before.shards) == before and headers == []
     shard = first_shard(folder)
     poke(shard, -1)

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from export.checkpoint.block_fp8 import channels_from_wide
 from export.checkpoint.open import Checkpoint
 from export.checkpoint.shards import CheckpointError
-from export.packing import pack as packing
 from export.packing import packed_file, staging
 from export.packing.pack import PackingPlan, pack
 from export.packing.record import record_checkpoint
@@ -273,7 +272,7 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
 ) -> None:
     before = contents(build)
     usage = shutil.disk_usage(build)
-    monkeypatch.setattr(packing.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(BuildError, match=r"MB of free disk for 6 files, got 1\.0 kB"):
         pack(Checkpoint.open(folder), build)
     assert contents(build) == before

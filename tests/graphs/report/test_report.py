@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -36,6 +35,7 @@ from graphs.report.svg import Axis, Point, Series, log_chart
 from graphs.report.terminal import failures
 from graphs.report.wording import limit_text, number, share
 from tests.support.helpers import tiny_config
+from tests.support.make_tree import MakeTree
 
 ROOT = Path(__file__).parents[3]
 
@@ -456,42 +456,27 @@ def test_a_browser_shows_the_verdict(build: Path, tmp_path: Path, verdict: str) 
 
 def test_make_parity_fails_and_leaves_the_report(build: Path, tmp_path: Path) -> None:
     """Everything that parity needs is there; a python that writes findings stands in for it."""
-    findings = tmp_path / "findings"
+    findings, tree = tmp_path / "findings", MakeTree(tmp_path / "tree")
     shutil.move(build / "parity", findings)
-    shutil.copytree(build, tmp_path / "build" / "tiny" / "fp8")
-    sources = [tmp_path / name for name in ("Makefile", "pyproject.toml", "constraints.txt")]
-    for source in sources:
-        shutil.copy(ROOT / source.name, source)
-    made = [f"onnx/{graph}.onnx" for graph in GRAPHS]
-    made = [".config", ".exported", *made, "spec.json", "checkpoint.json", ".weights", ".golden"]
-    order = [
-        *sources,
-        *(tmp_path / "graphs" / name for name in ("parity/taps.py", "session.py")),
-        tmp_path / ".venv" / ".installed",
-        tmp_path / "models" / "tiny" / "config.json",
-    ]
-    order += [tmp_path / "build" / "tiny" / "fp8" / name for name in made]
-    for age, path in enumerate(order):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        os.utime(path, (1e9 + age, 1e9 + age))
-    python = tmp_path / "python"
-    python.write_text(
+    made = tree.folder / "build" / "tiny"
+    shutil.copytree(build, made / "fp8")
+    tree.make_checkpoint()
+    tree.pretend_built()
+    shutil.rmtree(made / "fp8" / "parity")
+    (made / "fp8" / ".parity").unlink()
+    (tree.folder / "stub").write_text(
         "#!/bin/sh\n"
         'folder=build/tiny/fp8/parity; mkdir -p "$folder"\n'
         'case "$2 $3" in\n'
         f"graphs?parity) cp {findings}/graphs.json $folder; exit 1;;\n"
         f"runtime?parity) cp {findings}/chain.json $folder;;\n"
         "export?record) ;;\n"
-        f'graphs?report) PYTHONPATH={ROOT} exec {sys.executable} "$@";;\n'
+        f'graphs?report) exec {sys.executable} "$@";;\n'
         '*) echo "$@ was not expected" >&2; exit 3;;\n'
         "esac\n"
     )
-    python.chmod(0o755)
-    line = ["make", f"PYTHON={python}", "PRECISIONS=fp8", "NAME=tiny", "MODEL=models/tiny"]
-    done = subprocess.run([*line, "parity"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode != 0 and "first bad tap: scores" in done.stdout, done.stderr
-    assert verdict_of((tmp_path / "build" / "tiny" / "report.html").read_text()) == "failed"
-    done = subprocess.run([*line, "engines"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode != 0 and "first bad tap: scores" in done.stdout, done.stderr
-    assert not (tmp_path / "build" / "tiny" / "fp8" / ".parity").exists()
+    for target in ("parity", "engines"):
+        done = tree.run(target, "MODEL=models/tiny", "PRECISIONS=fp8", "TARGET=sm120")
+        assert done.returncode != 0 and "first bad tap: scores" in done.stdout, done.stderr
+    assert verdict_of((made / "report.html").read_text()) == "failed"
+    assert not (made / "fp8" / ".parity").exists()
