@@ -207,7 +207,7 @@ def bits_per_byte(model: ReferenceModel, text: bytes) -> float:
     scored = scored_logits(
         lambda ids: [model(torch.tensor([ids]))[0].numpy()], text, model.config.bos_token_id
     )
-    return Scores.of(scored, len(text)).bits_per_byte
+    return Scores.from_logits(scored, len(text)).bits_per_byte
 
 
 def write(folder: Path, raw: dict[str, Any], model: ReferenceModel) -> None:
