@@ -103,7 +103,7 @@ def build_at(path: Path, precision: Precision = "fp8", **changes: Any) -> Path:
 
 
 def fragment(
-    build: Path, source: FindingsSource, found: list[TapComparison], **more: Any
+    build: Path, source: FindingsSource, rows: list[TapComparison], **more: Any
 ) -> Fragment:
     spec = BuildSpec.load(build)
     values: dict[str, Any] = {
