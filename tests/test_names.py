@@ -45,9 +45,8 @@ def texts(tree: ast.AST) -> Iterator[str]:
     """Every string, f-strings with their values as …."""
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(
-                part.value if isinstance(part, ast.Constant) else "…" for part in node.values
-            )
+            parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            yield "".join(map(str, parts))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 

@@ -111,14 +111,8 @@ class ModelConfig:
                 f"first_k_dense_replace: expected at most num_hidden_layers "
                 f"({self.num_hidden_layers}), got {self.first_k_dense_replace}"
             )
-        check_gate(
-            self.topk_method,
-            self.scoring_func,
-            self.n_routed_experts,
-            self.n_group,
-            self.topk_group,
-            self.num_experts_per_tok,
-        )
+        counts = (self.n_routed_experts, self.n_group, self.topk_group, self.num_experts_per_tok)
+        check_gate(self.topk_method, self.scoring_func, *counts)
         if self.norm_topk_prob and self.num_experts_per_tok == 1:
             raise ConfigError(
                 "num_experts_per_tok: expected at least 2 with norm_topk_prob, got 1: the "

@@ -17,7 +17,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -221,12 +221,8 @@ def _write(
 ) -> Manifest:
     """Replace the engines, keep the manifest's other entries that still hold, write it last."""
     kept = _kept(folder, spec, built=manifest.engines)
-    manifest = Manifest(
-        manifest.compiler,
-        manifest.target,
-        manifest.profile,
-        {g: record for g in GRAPHS if (record := (kept | manifest.engines).get(g))},
-    )
+    engine_records = {g: record for g in GRAPHS if (record := (kept | manifest.engines).get(g))}
+    manifest = replace(manifest, engines=engine_records)
     folder.mkdir(exist_ok=True)
     with ExitStack() as files:  # all are written before the first takes its name
         for graph, data in engines.items():

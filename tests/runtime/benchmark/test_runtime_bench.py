@@ -433,7 +433,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     def run(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["runtime", "bench", *map(str, arguments)])
         with pytest.raises(SystemExit) as left:
-            command_line.run(command_line.app, find_errors=command_line.error_types)
+            command_line.main()
         return int(left.value.code or 0), *capsys.readouterr()
 
     return run
