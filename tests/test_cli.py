@@ -117,7 +117,7 @@ def test_a_bad_checkpoint_leaves_the_build_as_it_was(
     expected = {
         "absent": "no such preset",
         "truncated": "not a complete safetensors file",
-        "misshapen": r"shape \(.*\) expected",
+        "misshapen": r"expected shape \(.*\)",
     }
     assert_refused(done, expected[damage])
     assert sorted(p for p in build.rglob("*")) == before
