@@ -89,6 +89,8 @@ def pack(
         started(plan)
         staging = build / STAGING
         (staging / "weights").mkdir(parents=True, exist_ok=True)
+        for cut_short in staging.rglob("*.tmp"):  # by a process that was killed
+            cut_short.unlink()
         for file in plan.files:
             if not file.finished(staging):  # of another checkpoint, or cut short
                 (staging / file.path).unlink(missing_ok=True)
