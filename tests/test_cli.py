@@ -1,7 +1,10 @@
 """The command lines of export and graphs: bad input is one line, exit status 1, and no file."""
 
+import contextlib
+import io
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,16 +14,36 @@ import pytest
 
 from graphs.contract.config import PRESETS
 from tests.support.helpers import tiny_checkpoint, tiny_config
+from tests.support.shared_builds import graphs_exported_once
 
 ROOT = Path(__file__).parent.parent
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+Done = subprocess.CompletedProcess[str]
+
+
+def run(package: str, *arguments: str | Path) -> Done:
+    """`python -m package …` in this process."""
+    line = [package, *map(str, arguments)]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        pytest.raises(SystemExit) as end,
+    ):
+        patch.setattr(sys, "argv", line)
+        patch.delitem(sys.modules, f"{package}.__main__", raising=False)
+        runpy.run_module(package, run_name="__main__")
+    assert end.value.code is None or isinstance(end.value.code, int)
+    return Done(line, end.value.code or 0, out.getvalue(), err.getvalue())
+
+
+def process(*arguments: str | Path) -> Done:
     command = [sys.executable, "-m", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
-def assert_refused(done: subprocess.CompletedProcess[str], expected: str) -> None:
+def assert_refused(done: Done, expected: str) -> None:
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert re.search(expected, done.stderr), done.stderr
@@ -35,7 +58,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A build folder with graphs only, made by the command line."""
     out = tmp_path_factory.mktemp("cli") / "fp8"
-    done = run("export", "graphs", "--checkpoint", checkpoint, "--precision", "fp8", "--out", out)
+    arguments = ("--checkpoint", checkpoint, "--precision", "fp8", "--out", out)
+    with graphs_exported_once():
+        done = run("export", "graphs", *arguments)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -121,6 +146,16 @@ def test_a_bad_checkpoint_leaves_the_build_as_it_was(
     }
     assert_refused(done, expected[damage])
     assert sorted(p for p in build.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "arguments", [("graphs", "describe", "absent"), ("export", "golden", "--checkpoint", "absent")]
+)
+def test_a_process_of_each_package_refuses_as_well(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    out = ("--out", tmp_path) if arguments[0] == "export" else ()
+    assert_refused(process(*arguments, *out), "absent")
 
 
 def test_a_build_without_spec(tmp_path: Path, checkpoint: Path) -> None:

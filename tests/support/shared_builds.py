@@ -93,16 +93,24 @@ def store() -> BuildStore:
     return BuildStore(ROOT / "build" / "tests", sources_digest())
 
 
-def shared_graphs(raw_config: dict[str, Any], precision: "Precision") -> Path:
-    """A folder with a model's graphs and spec.json."""
+@contextmanager
+def graphs_exported_once() -> Iterator[None]:
+    """While this lasts, `export_graphs` exports only graphs that were not exported before."""
     from export.engine import to_onnx
 
-    export = to_onnx.export_graph
+    with pytest.MonkeyPatch.context() as patch:
+        export = functools.partial(_shared_graph, to_onnx.export_graph)
+        patch.setattr(to_onnx, "export_graph", export)
+        yield
+
+
+def shared_graphs(raw_config: dict[str, Any], precision: "Precision") -> Path:
+    """A folder with a model's graphs and spec.json."""
+    from export.engine.to_onnx import export_graphs
 
     def make(folder: Path) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(to_onnx, "export_graph", functools.partial(_shared_graph, export))
-            to_onnx.export_graphs(raw_config, precision, folder)
+        with graphs_exported_once():
+            export_graphs(raw_config, precision, folder)
 
     return store().build(precision, f"graphs {json.dumps(raw_config)}", make)
 

@@ -18,12 +18,13 @@ from onnx import TensorProto
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from export.engine.layers import LinearForm
-from export.engine.to_onnx import RECIPES, export_graphs
+from export.engine.to_onnx import RECIPES
 from export.reference.feedforward import SwiGLU
 from graphs.contract.config import ModelConfig
 from graphs.contract.spec import EXPERT_SLOTS, GRAPHS, BuildSpec, GraphName, Precision, TensorSpec
 from graphs.session import open_session, run
 from tests.support.helpers import tiny_config
+from tests.support.shared_builds import shared_graphs
 
 ROOT = Path(__file__).parents[3]
 RAW = tiny_config()
@@ -60,7 +61,7 @@ class ExportProcess:
 
 @pytest.fixture(scope="module")
 def export_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExportProcess]:
-    """Started before this process exports, so that both run at the same time."""
+    """Running until the tests that need it are done."""
     folder = tmp_path_factory.mktemp("elsewhere")
     with subprocess.Popen(
         [sys.executable, "-c", EXPORT_SCRIPT, str(folder), json.dumps(RAW)],
@@ -75,13 +76,9 @@ def export_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExportP
 
 
 @pytest.fixture(scope="module")
-def builds(
-    tmp_path_factory: pytest.TempPathFactory, export_process: ExportProcess
-) -> dict[Precision, Path]:
-    folder = tmp_path_factory.mktemp("here")
-    for precision in PRECISIONS:
-        export_graphs(RAW, precision, folder / precision)
-    return {precision: folder / precision for precision in PRECISIONS}
+def builds() -> dict[Precision, Path]:
+    """Not to be changed."""
+    return {precision: shared_graphs(RAW, precision) for precision in PRECISIONS}
 
 
 @pytest.fixture(scope="module")
@@ -302,6 +299,7 @@ def test_an_idle_slot_adds_nothing_whatever_it_computes(builds: dict[Precision, 
     assert np.array_equal(summed[[2, 4]], acc[[2, 4]].numpy())
 
 
+@pytest.mark.slow
 def test_two_exports_give_the_same_bytes(
     builds: dict[Precision, Path], elsewhere: tuple[Path, int]
 ) -> None:
@@ -313,6 +311,7 @@ def test_two_exports_give_the_same_bytes(
     assert fp32.read_bytes() == (elsewhere[0] / "moe.onnx").read_bytes()
 
 
+@pytest.mark.slow
 def test_full_size_graphs_are_exported_in_little_memory(elsewhere: tuple[Path, int]) -> None:
     folder, peak = elsewhere
     spec = BuildSpec.load(folder / "k2")

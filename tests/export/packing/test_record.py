@@ -29,8 +29,6 @@ from tests.support.helpers import tiny_checkpoint
 
 ROOT = Path(__file__).parents[3]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:

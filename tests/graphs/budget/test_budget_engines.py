@@ -9,7 +9,6 @@ import onnx
 import pytest
 from typer.testing import CliRunner
 
-from export.engine.to_onnx import export_graphs
 from graphs.__main__ import app
 from graphs.budget.engines import CONSTANTS, Built, built_engines
 from graphs.contract.manifest import ENGINE_MODES, EngineRecord, Manifest
@@ -18,6 +17,7 @@ from graphs.engines.activation_budget import activation_budget
 from graphs.engines.compile import compile_build
 from tests.support.graph_surgery import read_in_3d, replace_graph
 from tests.support.helpers import tiny_config
+from tests.support.shared_builds import export_once
 
 WIDE = 32768  # makes mlp.down's matrix 33.6 MB, more than a budget has to spare
 
@@ -27,7 +27,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The manifest of a small model's engines."""
     build = tmp_path_factory.mktemp("budget") / "build" / "wide" / "fp8"
     raw = tiny_config(hidden_size=1024, intermediate_size=WIDE, vocab_size=512)
-    export_graphs(raw | {"bos_token_id": 1, "eos_token_id": 2}, "fp8", build)
+    export_once(raw | {"bos_token_id": 1, "eos_token_id": 2}, "fp8", build)
     return build / compile_build(build, "sm120").folder / "manifest.json"
 
 

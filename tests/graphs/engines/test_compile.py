@@ -22,6 +22,8 @@ from graphs.engines.compile import compile_build
 from graphs.engines.targets import resolve_target
 from graphs.engines.tensorrt import TensorRTError, load_tensorrt
 from tests.support.graph_surgery import read_in_3d, replace_graph
+from tests.support.helpers import tiny_config
+from tests.support.shared_builds import shared_graphs
 
 ROOT = Path(__file__).parents[3]
 MB = 1_000_000
@@ -56,6 +58,12 @@ def over_the_bars(
 
 
 @pytest.fixture(scope="module")
+def small() -> Path:
+    """A small model's graphs, not to be changed."""
+    return shared_graphs(tiny_config(), "fp8")
+
+
+@pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = tmp_path_factory.mktemp("k2") / "fp8"
     export_graphs(load_raw_config("k2"), "fp8", build)
@@ -77,11 +85,13 @@ def content_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_full_size_engines_keep_the_bars(engines: Manifest) -> None:
     assert set(engines.engines) == set(GRAPHS)
     assert over_the_bars(engines) == []
 
 
+@pytest.mark.slow
 def test_128_heads_and_groups_of_experts_keep_the_bars(tmp_path: Path) -> None:
     export_graphs(load_raw_config("deepseek-v3"), "fp8", tmp_path / "fp8")
     manifest = compile_build(tmp_path / "fp8", TARGET, graphs=["moe"])
@@ -89,6 +99,7 @@ def test_128_heads_and_groups_of_experts_keep_the_bars(tmp_path: Path) -> None:
     assert over_the_bars(manifest, BARS_OF_128_HEADS) == []
 
 
+@pytest.mark.slow
 def test_full_size_engines_keep_the_budget(exported: Path, engines: Manifest) -> None:
     """A decode step has less to spare than the least FP8 matrix of a block takes."""
     least = 7168 * 2112
@@ -100,6 +111,7 @@ def test_full_size_engines_keep_the_budget(exported: Path, engines: Manifest) ->
         assert activation is not None and engine.budget_bytes["decode"] - activation < least
 
 
+@pytest.mark.slow
 def test_a_graph_that_breaks_a_rule_is_refused(build: Path) -> None:
     """The dense block with one linear layer reading [1, tokens, in] in place of [tokens, in]."""
     plant_a_copy(build)
@@ -117,6 +129,7 @@ def test_a_graph_that_breaks_a_rule_is_refused(build: Path) -> None:
     assert not (build / FOLDER).exists()
 
 
+@pytest.mark.slow
 def test_a_copied_weight_breaks_the_budget_and_is_named(
     build: Path, engines: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +167,7 @@ def plant_a_copy(build: Path) -> None:
     replace_graph(build, "dense", model.SerializeToString())
 
 
+@pytest.mark.slow
 def test_the_manifest_describes_the_files(exported: Path, engines: Manifest) -> None:
     folder, spec = exported / engines.folder, BuildSpec.load(exported)
     assert folder.name == FOLDER
@@ -169,6 +183,7 @@ def test_the_manifest_describes_the_files(exported: Path, engines: Manifest) -> 
         assert engine.seconds > 0 and engine.peak_resident_bytes > 50 * MB
 
 
+@pytest.mark.slow
 def test_every_fp8_linear_reads_fp8_as_parsed(engines: Manifest) -> None:
     fp8_products: dict[GraphName, int] = {"dense": 5, "moe": 5, "experts": 16, "head": 0}
     for graph, count in fp8_products.items():
@@ -179,6 +194,7 @@ def test_every_fp8_linear_reads_fp8_as_parsed(engines: Manifest) -> None:
     assert engines.engines["head"].matmul_inputs_as_parsed == {"Gemm_2": ("BF16", "BF16")}
 
 
+@pytest.mark.slow
 def test_a_named_graph_is_rebuilt_and_the_others_stay(build: Path, engines: Manifest) -> None:
     before = content_of(build / FOLDER)
     manifest = compile_build(build, TARGET, graphs=["head"])
@@ -190,6 +206,7 @@ def test_a_named_graph_is_rebuilt_and_the_others_stay(build: Path, engines: Mani
     assert Manifest.load(build / FOLDER) == manifest
 
 
+@pytest.mark.slow
 def test_entries_that_no_longer_hold_are_dropped(build: Path) -> None:
     """1. The engine's bytes changed. 2. Its ONNX file is another. 3. The engine is gone."""
     with (build / FOLDER / "dense.engine").open("ab") as file:
@@ -207,6 +224,7 @@ def end_at_once(*_: object) -> None:
     os._exit(7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["aborted", "refused by TensorRT"])
 def test_a_failed_compile_changes_nothing(
     build: Path, case: str, monkeypatch: pytest.MonkeyPatch
@@ -242,9 +260,9 @@ def test_a_failed_compile_changes_nothing(
         ("120", "target: expected auto or one of sm75, .*, got '120'"),
     ],
 )
-def test_targets_refused(exported: Path, target: str, message: str) -> None:
+def test_targets_refused(small: Path, target: str, message: str) -> None:
     with pytest.raises(CompileError, match=message):
-        compile_build(exported, target)
+        compile_build(small, target)
 
 
 def test_targets_of_other_precisions() -> None:
@@ -276,13 +294,14 @@ def test_auto_is_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_requests_refused(
-    exported: Path, profile: Profile, graphs: list[GraphName], message: str
+    small: Path, profile: Profile, graphs: list[GraphName], message: str
 ) -> None:
     with pytest.raises(CompileError, match=message):
-        compile_build(exported, TARGET, profile, graphs=graphs)
+        compile_build(small, TARGET, profile, graphs=graphs)
 
 
-def test_a_build_folder_that_is_not_whole(build: Path, tmp_path: Path) -> None:
+def test_a_build_folder_that_is_not_whole(small: Path, tmp_path: Path) -> None:
+    build = Path(shutil.copytree(small, tmp_path / "build"))
     with pytest.raises(BuildError, match=r"no spec\.json"):
         compile_build(tmp_path, TARGET)
     with (build / "onnx/moe.onnx").open("ab") as file:
@@ -297,20 +316,20 @@ def test_a_build_folder_that_is_not_whole(build: Path, tmp_path: Path) -> None:
         compile_build(build, TARGET)
 
 
-def test_profiles(exported: Path) -> None:
-    spec, profile = BuildSpec.load(exported), Profile(batch=4, tokens=32, context=512)
+def test_profiles(small: Path) -> None:
+    spec, profile = BuildSpec.load(small), Profile(batch=4, tokens=32, context=512)
     assert profile.name == "b4t32c512"
     decode = input_bounds(spec.graphs["dense"], "decode", profile)
     assert set(decode) == {"x", "positions", "context"}
-    assert decode["x"] == ((1, 1, 7168), (4, 1, 7168), (4, 1, 7168))
-    assert decode["context"] == ((1, 0, 576), (4, 128, 576), (4, 512, 576))
+    assert decode["x"] == ((1, 1, 160), (4, 1, 160), (4, 1, 160))
+    assert decode["context"] == ((1, 0, 72), (4, 128, 72), (4, 512, 72))
     prefill = input_bounds(spec.graphs["moe"], "prefill", profile)
     assert prefill["positions"] == ((1, 1), (1, 32), (1, 32))
     experts = input_bounds(spec.graphs["experts"], "prefill", profile)
-    assert experts["acc"] == ((1, 7168), (32, 7168), (32, 7168))
+    assert experts["acc"] == ((1, 160), (32, 160), (32, 160))
     assert experts["rows_7"] == ((1,), (8,), (32,))
-    assert input_bounds(spec.graphs["experts"], "decode", profile)["h"][2] == (4, 7168)
-    assert input_bounds(spec.graphs["head"], "decode", profile)["hidden"][2] == (4, 7168)
+    assert input_bounds(spec.graphs["experts"], "decode", profile)["h"][2] == (4, 160)
+    assert input_bounds(spec.graphs["head"], "decode", profile)["hidden"][2] == (4, 160)
 
 
 @pytest.mark.parametrize("mode", ENGINE_MODES)
@@ -354,6 +373,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         load_tensorrt("rtx")
 
 
+@pytest.mark.slow
 def test_an_error_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "graphs", "compile", str(tmp_path)],

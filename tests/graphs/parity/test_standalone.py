@@ -74,6 +74,7 @@ def snr(reference: Any, found: Any) -> float:
     return math.inf if noise == 0 else 20 * math.log10(np.linalg.norm(reference) / noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision, threshold", [("fp32", 100), ("fp8", 34)])
 def test_polygraphy_passes_the_copy_and_fails_one_weight_that_is_off(
     dense: Callable[[Precision], Standalone],
@@ -101,6 +102,7 @@ def test_polygraphy_passes_the_copy_and_fails_one_weight_that_is_off(
     assert done.returncode == 1 and "Mismatched outputs: ['y', 'new']" in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision, node, fault",
     [("fp32", "Sigmoid", "Tanh"), ("fp8", "Exp", "Abs")],

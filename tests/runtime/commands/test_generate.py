@@ -33,7 +33,7 @@ from runtime.serving.request import Completion, Request
 from runtime.step.chain import Chain, StepError
 from runtime.step.prefill import prefill
 from tests.support.builds import NANO, Build, OpenChain
-from tests.support.tampering import Block, tamper
+from tests.support.doubles.tampering import Block, tamper
 
 PROMPT = "And it came to pass"
 OTHER = "In the beginning"
@@ -363,7 +363,6 @@ def test_an_id_beyond_the_vocabulary_is_refused_before_anything_runs(
 
 
 @pytest.mark.parametrize("size", [8192, pytest.param(65536, marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("one_thread")
 def test_the_small_model_beats_xz_and_the_bar(checkpoint: Checkpoint, size: int) -> None:
     """On the reference: at most 2.3 bits per byte, and fewer than xz -9 needs for the text."""
     text = (NANO / "heldout.txt").read_bytes()[:size]

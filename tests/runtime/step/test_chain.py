@@ -24,7 +24,7 @@ from runtime.step.chain import Chain, LogitsError, StepError, _all_finite
 from runtime.step.expert_routing import expert_slots
 from runtime.step.prefill import prefill
 from tests.support.builds import ON_GPU, PROFILE, Build, OpenBackend, OpenChain
-from tests.support.tampering import Block, restore, tamper
+from tests.support.doubles.tampering import Block, restore, tamper
 
 TEXT = b"In the beginning God created the heaven and the earth. And the earth was without form"
 IDS = [256, *TEXT]

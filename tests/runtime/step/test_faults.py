@@ -16,8 +16,8 @@ from runtime.serving.request import Request
 from runtime.serving.scheduler import Scheduler
 from runtime.step.chain import Chain, LogitsError
 from tests.support.builds import Build, OpenChain
+from tests.support.doubles.tampering import Block, restore, tamper
 from tests.support.requests import REQUESTS, prompt, run, run_alone
-from tests.support.tampering import Block, restore, tamper
 
 LAYER = 2  # in the middle of the chain
 
