@@ -112,8 +112,15 @@ def test_a_killed_run_goes_on_where_it_stopped(
     assert subprocess.run(killed, cwd=ROOT, check=False).returncode == -signal.SIGKILL
     assert not (build / HEAD_FILE).exists()
     plans: list[PackingPlan] = []
-    pack(Checkpoint.open(folder), build, started=plans.append)
+    leftovers: set[Path] = set()
+
+    def look(file: str, done: int, total: int) -> None:
+        partial = set((build / STAGING).rglob("*.tmp"))
+        leftovers.update(p for p in partial if not p.name.endswith(f".{os.getpid()}.tmp"))
+
+    pack(Checkpoint.open(folder), build, progress=look, started=plans.append)
     (plan,) = plans
+    assert not leftovers
     done = FILES - len(plan.todo)
     assert f"{done} of {FILES} files are finished" in plan.summary() if done else share < 0.5
     assert contents(build) == contents(packed)
