@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,11 +58,12 @@ def test_other_inputs_make_another_build_and_a_failed_one_is_made_again(tmp_path
 
 def test_a_changed_added_or_deleted_file_is_named_and_its_build_made_anew(tmp_path: Path) -> None:
     store = BuildStore(tmp_path, "sources")
-    for name, change in {
+    changes: dict[str, Callable[[Path], object]] = {
         "file": lambda build: (build / "file").write_text("changed"),
         "new": lambda build: (build / "new").write_text(""),
         "deleted": lambda build: (build / "file").unlink(),
-    }.items():
+    }
+    for name, change in changes.items():
         build = store.build(name, "inputs", make)
         assert store.changed_files() == []
         change(build)
