@@ -108,13 +108,14 @@ def test_a_gpu_that_was_lost_does_not_keep_close_from_saving(
 
 
 def test_strategies_are_options_of_rtx_alone(nano: Build, tmp_path: Path) -> None:
-    double = Opened(nano("fp32"), tmp_path).double
+    double: Any = Opened(nano("fp32"), tmp_path).double
     lazy = DynamicShapesKernelSpecializationStrategy
     config = double.config
     assert config.cuda_graph_strategy is CudaGraphStrategy.DISABLED
     assert config.dynamic_shapes_kernel_specialization_strategy is lazy.NONE
     options = RtxOptions("eager", "whole_graph_capture")
-    config = Opened(nano("fp32"), tmp_path, options=options).double.config
+    double = Opened(nano("fp32"), tmp_path, options=options).double
+    config = double.config
     assert config.cuda_graph_strategy is CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
     assert config.dynamic_shapes_kernel_specialization_strategy is lazy.EAGER
     with pytest.raises(BuildError, match="engines of tensorrt, which has no RtxOptions"):

@@ -70,7 +70,8 @@ def run_experts(backend: Any, M: int, groups: list[list[ExpertSlot]], layer: int
     assert {backend.device.address(b) for b in (found, other)} == {
         backend.device.address(b) for b in (acc, spare)
     }
-    return device.read(found)
+    total: Array = device.read(found)
+    return total
 
 
 STEPS = [(3, 1, 64), (1, 1, 7), (1, 1, 0), (1, 16, 0), (1, 5, 33), (4, 1, 256), (1, 2, 256)]
@@ -144,8 +145,8 @@ def test_one_context_per_layer_mode_and_group_of_slots(opened: Opened) -> None:
     assert [c.profile for c in contexts] == [0, 1] * (layers + 2)
 
     def block(B: int, S: int, group: int) -> None:
-        backend, run = opened.backend, opened.backend.block
-        with mock.patch.object(backend, "block", lambda *arguments: run(*arguments, group)):
+        backend, run = opened.backend, partial(opened.backend.block, step_group=group)
+        with mock.patch.object(backend, "block", run):
             run_graph(backend, "moe", B, S, 8)
 
     for group, expected in (0, 0), (1, 1), (1, 0), (2, 1), (0, 0):
