@@ -5,6 +5,7 @@ So a row that lies in the wrong place, or was taken from another prefix, is seen
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,11 +34,12 @@ def make_cache(device: Device, rows: int = 256, dtype: np.dtype = FP32) -> Laten
     return LatentCache(device, LAYERS, rows, WIDTH, dtype)
 
 
-def rows_of(tokens: Sequence[int], dtype: np.dtype) -> Array:
+def rows_of(tokens: Sequence[int], dtype: np.dtype[Any]) -> Array:
     """[layers, n, W]: whole numbers that both types hold, each of all tokens up to its own."""
     steps = (np.array(tokens, np.uint64) + np.uint64(1)) * BY_POSITION[: len(tokens)]
     mixed = np.cumsum(steps, dtype=np.uint64)[None, :, None] * BY_VALUE
-    return ((mixed >> np.uint64(56)).astype(np.int64) - 128).astype(dtype)
+    whole: Array = ((mixed >> np.uint64(56)).astype(np.int64) - 128).astype(dtype)
+    return whole
 
 
 def staged(cache: LatentCache, first: int, tokens: Sequence[Sequence[int]]) -> Array:
@@ -92,7 +94,7 @@ def expect_contents(cache: LatentCache) -> None:
 def unchanged(cache: LatentCache, error: type[CacheError], match: str = ".") -> Iterator[None]:
     """The error is raised, and nothing is other than before."""
 
-    def everything() -> tuple:
+    def everything() -> tuple[object, ...]:
         tokens = [cache.tokens(handle) for handle in cache.handles]
         starts = [kept.start for kept in cache.slots.inactive.sequences]
         rows = cache.device.read(cache.rows).tobytes()

@@ -72,7 +72,7 @@ def relative_config(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def _is_v2(raw: dict[str, Any]) -> bool:
-    return raw["model_type"] == "deepseek_v2"
+    return bool(raw["model_type"] == "deepseek_v2")
 
 
 def _published(raw: dict[str, Any]) -> Any:

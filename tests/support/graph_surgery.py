@@ -15,7 +15,8 @@ from graphs.passes.attach_functions import OPS
 def node_of(model: onnx.ModelProto, op_type: str, reads: str = "") -> NodeProto:
     """The first node of this op, or the first that reads this value."""
     nodes = (n for n in model.graph.node if n.op_type == op_type)
-    return next(n for n in nodes if not reads or reads in n.input)
+    node: NodeProto = next(n for n in nodes if not reads or reads in n.input)
+    return node
 
 
 def insert_before(

@@ -18,7 +18,7 @@ import onnxruntime as ort
 from onnx import helper
 
 from graphs.contract.manifest import Profile
-from graphs.contract.spec import BuildSpec
+from graphs.contract.spec import BuildSpec, GraphName
 from graphs.passes import pointwise
 from runtime.backends import BackendError
 from runtime.backends.onnxruntime import OnnxRuntimeBackend
@@ -69,13 +69,13 @@ def limit_memory() -> None:
     ort.InferenceSession = open_limited
 
 
-def plant(graph: str, value: str) -> None:
+def plant(name: str, value: str) -> None:
     """Let a graph read a copy of one of its inputs."""
     read = BuildSpec.onnx_bytes
 
-    def changed(spec: BuildSpec, build: Path, name: Any) -> bytes:
-        content = read(spec, build, name)
-        return with_copy(onnx.load_from_string(content), value) if name == graph else content
+    def changed(self: BuildSpec, build: Path, graph: GraphName) -> bytes:
+        content = read(self, build, graph)
+        return with_copy(onnx.load_from_string(content), value) if graph == name else content
 
     BuildSpec.onnx_bytes = changed  # type: ignore[method-assign]
 
@@ -85,7 +85,7 @@ def with_copy(model: onnx.ModelProto, value: str) -> bytes:
     reader.input[list(reader.input).index(value)] = "copied_twice"
     pairs = [(value, "copied"), ("copied", "copied_twice")]
     insert_before(model, reader, [helper.make_node("Neg", [a], [b]) for a, b in pairs])
-    return model.SerializeToString()
+    return bytes(model.SerializeToString())
 
 
 if __name__ == "__main__":

@@ -179,5 +179,5 @@ def test_the_engines_for_this_gpu_are_found(nano: Build, tmp_path: Path) -> None
     folder = write_double_engines(copy, spec, PROFILE)
     assert find_engines(copy, device) == folder
     write_double_engines(copy, spec, dataclasses.replace(PROFILE, batch=2))
-    with pytest.raises(BuildError, match="in rtx-sm120-b2t16c256, rtx-sm120-b4t16c256; say which"):
+    with pytest.raises(BuildError, match="in rtx-sm120-b2t16c256, rtx-sm120-b4t16c256; name one"):
         find_engines(copy, device)

@@ -46,7 +46,7 @@ class Log(ILogger):
         ILogger.__init__(self)
         self.errors: list[str] = []
 
-    def log(self, severity: Severity, msg: str) -> None:
+    def log(self, severity: enum.Enum, msg: str) -> None:
         assert severity is Severity.ERROR
         self.errors.append(msg)
 

@@ -188,13 +188,13 @@ def test_a_weight_file_that_is_cut_short_is_refused(copy: Path) -> None:
 
 def test_a_weight_file_of_another_layer_is_refused(copy: Path) -> None:
     shutil.copy(copy / layer_file(1), copy / layer_file(2))
-    with pytest.raises(BuildError, match=r"content 'layer 2' expected, found 'layer 1'"):
+    with pytest.raises(BuildError, match=r"content: expected 'layer 2', got 'layer 1'"):
         Weights.open(copy, BuildSpec.load(copy))
 
 
 def test_a_weight_file_of_another_build_is_refused(nano: Build, copy: Path) -> None:
     shutil.copy(nano("fp8") / layer_file(2), copy / layer_file(2))
-    with pytest.raises(BuildError, match=r"precision 'fp32' expected, found 'fp8'"):
+    with pytest.raises(BuildError, match=r"precision: expected 'fp32', got 'fp8'"):
         Weights.open(copy, BuildSpec.load(copy))
 
 

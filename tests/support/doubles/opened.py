@@ -9,7 +9,6 @@ import numpy as np
 from graphs.contract.manifest import Profile
 from graphs.contract.spec import BuildSpec, GraphName
 from graphs.contract.tensorfile import DTYPES, Array
-from runtime.backends import Backend
 from runtime.devices.base import no_progress
 from runtime.devices.weights import Weights
 from tests.support.doubles.tensorrt import open_double
@@ -37,7 +36,7 @@ class Opened:
 
 
 def run_graph(
-    backend: Backend, graph: GraphName, B: int, S: int, L: int, layer: int = 1
+    backend: Any, graph: GraphName, B: int, S: int, L: int, layer: int = 1
 ) -> dict[str, Array]:
     """Outputs of one run on random inputs, the same for all backends."""
     spec, device, rng = backend.spec.graphs[graph], backend.device, np.random.default_rng(B + S + L)

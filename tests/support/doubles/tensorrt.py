@@ -28,7 +28,7 @@ import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import onnx
 import pytest
@@ -55,7 +55,7 @@ class Severity(enum.Enum):
 class ILogger:
     Severity = Severity
 
-    def log(self, severity: Severity, msg: str) -> None:
+    def log(self, severity: enum.Enum, msg: str) -> None:
         raise NotImplementedError
 
 
@@ -90,6 +90,8 @@ class DataType(enum.Enum):
 
 class TensorRTDouble:
     """See the module's docstring. `calls` counts the contexts' methods, `runs` those of a graph."""
+
+    config: "RuntimeConfigDouble"  # the last that was made
 
     ILogger = ILogger
     ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy
@@ -174,7 +176,7 @@ class EngineDouble:
         return 4096 * (profile_index + 1)
 
     def get_tensor_name(self, index: int) -> str:
-        return list(self.tensors)[index]
+        return str(list(self.tensors)[index])
 
     def get_tensor_mode(self, name: str) -> TensorIOMode:
         return TensorIOMode.OUTPUT if self.tensors[name].output else TensorIOMode.INPUT
@@ -265,7 +267,7 @@ def _dims(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
 
 @functools.cache
 def _session(precision: str, content: bytes) -> Any:
-    return open_session(SimpleNamespace(precision=precision), content, threads=1)
+    return open_session(cast(BuildSpec, SimpleNamespace(precision=precision)), content, threads=1)
 
 
 def write_double_engines(
