@@ -274,7 +274,7 @@ test: .venv/.installed ## the tests, but for the slow ones
 	$(PYTHON) -m pytest -n 2 -m "not slow"
 
 test-slow: .venv/.installed ## the slow tests: full width, subprocesses and what takes long
-	$(PYTHON) -m pytest -m slow
+	$(PYTHON) -m pytest -n 2 -m slow
 
 check: lint test ## lint and test
 

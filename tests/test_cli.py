@@ -189,3 +189,23 @@ def test_every_make_target_has_a_line_in_make_help() -> None:
     )
     listed = {line.split()[0] for line in done.stdout.splitlines()}
     assert listed == set(phony[1].split())
+
+
+def test_kimi_trt_has_the_runtimes_commands_and_the_other_packages_as_groups() -> None:
+    import typer.core
+
+    import export.__main__
+    import graphs.__main__
+    import kimi_trt
+    import runtime.__main__
+
+    def commands(app: typer.Typer) -> list[str]:
+        group = typer.main.get_group(app)
+        return group.list_commands(typer.Context(group))
+
+    assert commands(kimi_trt.app) == [*commands(runtime.__main__.app), "graphs", "export"]
+    group = typer.main.get_group(kimi_trt.app)
+    for name, app in (("graphs", graphs.__main__.app), ("export", export.__main__.app)):
+        command = group.get_command(typer.Context(group), name)
+        assert isinstance(command, typer.core.TyperGroup)
+        assert command.list_commands(typer.Context(command)) == commands(app)

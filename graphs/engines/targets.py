@@ -1,5 +1,9 @@
 """GPUs that engines can be built for: which compiler knows which, and what a precision needs."""
 
+import re
+import shutil
+import subprocess
+
 from graphs.contract.manifest import Compiler
 from graphs.contract.shapes import CompileError
 from graphs.contract.spec import Precision
@@ -56,12 +60,13 @@ def _parse(target: str, compiler: Compiler) -> int:
 
 
 def _gpu() -> int | None:
-    import torch
-
-    if not torch.cuda.is_available():
+    """The first GPU's capability, asked of the driver; None where there is no GPU."""
+    query = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    if shutil.which(query[0]) is None:
         return None
-    major, minor = torch.cuda.get_device_capability()
-    return major * 10 + minor
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    capability = re.match(r"(\d+)\.(\d+)", done.stdout)
+    return int(capability[1] + capability[2]) if capability else None
 
 
 def _names(targets: tuple[int, ...]) -> str:

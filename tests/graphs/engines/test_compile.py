@@ -17,6 +17,7 @@ from graphs.contract.config import load_raw_config
 from graphs.contract.manifest import ENGINE_MODES, EngineMode, Manifest, Profile
 from graphs.contract.shapes import CompileError, dimension_ranges, input_bounds
 from graphs.contract.spec import GRAPHS, BuildError, BuildSpec, GraphName
+from graphs.engines import targets
 from graphs.engines.activation_budget import excesses
 from graphs.engines.compile import compile_build
 from graphs.engines.targets import resolve_target
@@ -270,6 +271,21 @@ def test_targets_of_other_precisions() -> None:
     assert resolve_target("sm80", "rtx", "bf16") == 80
     with pytest.raises(CompileError, match="target: expected sm80 or later for bf16, got sm75"):
         resolve_target("sm75", "rtx", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("answer", "capability"),
+    [("8.9\n12.0\n", 89), ("12.0\n", 120), ("No devices were found\n", None)],
+)
+def test_the_gpu_is_the_first_that_the_driver_names(
+    answer: str, capability: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert targets._gpu() is None
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(f"#!/bin/sh\nprintf '{answer}'\n")
+    driver.chmod(0o755)
+    assert targets._gpu() == capability
 
 
 def test_auto_is_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
