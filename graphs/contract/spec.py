@@ -33,6 +33,8 @@ Dimension key: in every tensor name and einsum of the project a letter means thi
     E  routed experts
     K  experts per token
     F  intermediate size of a SwiGLU
+    U  vocabulary
+    n  rows that an expert slot gets
 """
 
 import dataclasses

@@ -136,7 +136,7 @@ def find_taps(model: onnx.ModelProto, config: ModelConfig) -> tuple[TapSpec, ...
         case "experts":
             return tuple(_experts(finder))
         case "head":
-            return (finder.output("logits", ("M", "E"), "ME"),)
+            return (finder.output("logits", ("M", "U"), "MU"),)
     raise ValueError(f"graph {model.graph.name!r}: expected one of {', '.join(GRAPHS)}")
 
 
@@ -198,8 +198,8 @@ def _moe(f: _Finder) -> Iterator[TapSpec]:
 def _experts(f: _Finder) -> Iterator[TapSpec]:
     for slot in range(EXPERT_SLOTS):
         module = f"slots.{slot}"
-        yield from _swiglu(f, module, f"{module}.", "R", f.config.moe_intermediate_size)
-        yield f.gives(f"{module}.down.weight", f"{module}.output", ("R", "D"), "RD")
+        yield from _swiglu(f, module, f"{module}.", "n", f.config.moe_intermediate_size)
+        yield f.gives(f"{module}.down.weight", f"{module}.output", ("n", "D"), "nD")
     yield f.output("acc_out", ("M", "D"), "MD")
 
 
