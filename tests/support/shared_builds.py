@@ -31,6 +31,22 @@ SOURCES = ("export", "graphs/contract", "graphs/ops", "graphs/passes", "graphs/p
 PACKAGES = ("ml_dtypes", "numba", "numpy", "onnx", "onnx-ir", "onnxscript", "torch")
 RECORD = "files.json"
 
+_ATTENTION = (
+    *("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
+    *("qk_rope_head_dim", "v_head_dim", "rms_norm_eps", "max_position_embeddings", "rope"),
+)
+_GATE = (
+    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "scoring_func", "n_group"),
+    *("topk_method", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
+)
+# The fields of a config that each graph is made from; a slow test exports graphs without sharing.
+FIELDS: "dict[GraphName, tuple[str, ...]]" = {
+    "dense": (*_ATTENTION, "intermediate_size"),
+    "moe": (*_ATTENTION, *_GATE, "moe_intermediate_size"),
+    "experts": ("hidden_size", "moe_intermediate_size"),
+    "head": ("hidden_size", "vocab_size", "rms_norm_eps"),
+}
+
 
 class BuildStore:
     """The folder of the builds of one state of the sources."""
@@ -121,7 +137,7 @@ def _shared_graph(
     precision: "Precision",
     graph: "GraphName",
 ) -> "ModelProto":
-    """One graph; those of experts and of heads are the same for all models of the same sizes."""
+    """One graph, shared by all models that agree in what it is made from."""
     import onnx
 
     def make(path: Path) -> None:
@@ -129,9 +145,7 @@ def _shared_graph(
         content = export(config, precision, graph).SerializeToString(deterministic=True)
         (path / "graph.onnx").write_bytes(content)
 
-    c = config
-    sizes = (c.hidden_size, c.moe_intermediate_size, c.vocab_size, c.rms_norm_eps)
-    inputs = f"{precision} {sizes if graph in ('experts', 'head') else config}"
+    inputs = f"{precision} {[getattr(config, field) for field in FIELDS[graph]]}"
     return onnx.load(store().build(graph, inputs, make) / "graph.onnx")
 
 

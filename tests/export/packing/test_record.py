@@ -18,7 +18,6 @@ from export.checkpoint import identity
 from export.checkpoint.errors import CheckpointError
 from export.checkpoint.identity import SAMPLE, CheckpointIdentity
 from export.checkpoint.open import Checkpoint
-from export.engine.to_onnx import export_graphs
 from export.golden.layer import write_layer_goldens
 from export.golden.model import write_goldens
 from export.packing.pack import pack
@@ -26,6 +25,7 @@ from export.packing.record import RECORD_FILE, BuildRecord, record_checkpoint
 from graphs.contract.spec import HEAD_FILE, BuildError, BuildSpec
 from graphs.contract.tensorfile import read_header
 from tests.support.helpers import tiny_checkpoint
+from tests.support.shared_builds import export_once
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,7 +40,7 @@ def packed(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An fp8 build of the original. Tests copy it."""
     build = tmp_path_factory.mktemp("record") / "fp8"
     checkpoint = Checkpoint.open(original)
-    export_graphs(checkpoint.raw_config, "fp8", build)
+    export_once(checkpoint.raw_config, "fp8", build)
     pack(checkpoint, build)
     return build
 
