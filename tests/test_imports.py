@@ -1,6 +1,7 @@
 """Which module may import what: export → graphs ← runtime, and each heavy package in its place."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,7 @@ COMPILERS = {"tensorrt", "tensorrt_rtx", "polygraphy"}
 HEAVY = {"torch", "transformers", "onnxscript", "onnx_ir", "numba", "matplotlib"}
 
 
+@functools.cache
 def modules(folder: str) -> dict[str, ast.Module]:
     """Every module below a folder by its path from the root."""
     paths = sorted((ROOT / folder).rglob("*.py"))
@@ -85,7 +87,12 @@ def modules(folder: str) -> dict[str, ast.Module]:
     return {str(p.relative_to(ROOT)): ast.parse(p.read_text("utf-8"), str(p)) for p in paths}
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+@functools.cache
+def imported(tree: ast.AST) -> tuple[str, ...]:
+    return tuple(_imported(tree))
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
     """Names of imported modules, wherever the import stands, and those given to import_module."""
     for node in ast.walk(tree):
         match node:
@@ -154,6 +161,7 @@ def arrows(trees: dict[str, ast.Module]) -> set[tuple[str, str]]:
     }
 
 
+@functools.cache
 def all_modules() -> dict[str, ast.Module]:
     return {path: tree for package in PACKAGES for path, tree in modules(package).items()}
 

@@ -1,6 +1,7 @@
 """One name for one thing, and none that only points: read from the sources."""
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ TWICE = {"RMSNorm", "SwiGLU", "Gate"}
 OLD_ORDER = re.compile(r"expected, (found|got)\b|\bfound, (expected|supported|at least|at most)\b")
 
 
+@functools.cache
 def sources(*folders: str) -> dict[str, ast.Module]:
     paths: list[Path] = [p for folder in folders for p in sorted((ROOT / folder).rglob("*.py"))]
     return {str(p.relative_to(ROOT)): ast.parse(p.read_text("utf-8")) for p in paths}

@@ -248,6 +248,7 @@ def export(*arguments: str | Path) -> list[Path]:
     return files
 
 
+@pytest.mark.slow
 def test_the_command_line_writes_a_checkpoint_of_the_given_size(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(RAW), encoding="utf-8")
@@ -258,6 +259,7 @@ def test_the_command_line_writes_a_checkpoint_of_the_given_size(tmp_path: Path) 
     assert made.eos_token_id == (127,)
 
 
+@pytest.mark.slow
 def test_the_command_line_writes_goldens_of_layers_only(
     checkpoint: Checkpoint, build: Path, tmp_path: Path
 ) -> None:

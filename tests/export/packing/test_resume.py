@@ -104,7 +104,9 @@ pack(Checkpoint.open(Path(sys.argv[1])), Path(sys.argv[2]), 2, kill)
 """
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+@pytest.mark.parametrize(
+    "share", [0.5, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.1, 0.99))]
+)
 def test_a_killed_run_goes_on_where_it_stopped(
     folder: Path, build: Path, packed: Path, share: float
 ) -> None:

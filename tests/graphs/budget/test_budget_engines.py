@@ -19,6 +19,8 @@ from tests.support.graph_surgery import read_in_3d, replace_graph
 from tests.support.helpers import tiny_config
 from tests.support.shared_builds import export_once
 
+pytestmark = pytest.mark.slow  # compiles engines
+
 WIDE = 32768  # makes mlp.down's matrix 33.6 MB, more than a budget has to spare
 
 

@@ -4,6 +4,7 @@ What is planted is what the field has shipped; a random perturbation, of whateve
 hint.
 """
 
+import functools
 import hashlib
 import json
 import shutil
@@ -23,7 +24,7 @@ from export.packing.layer_weights import half_layout
 from export.reference.rope import inverse_frequencies, rope_tables
 from export.synthetic.write_checkpoint import write_checkpoint
 from graphs.contract.config import ModelConfig, load_config
-from graphs.contract.spec import ROPE_FILE, BuildSpec, GraphName, Precision, layer_file
+from graphs.contract.spec import ROPE_FILE, BuildSpec, GraphName, layer_file
 from graphs.contract.tensorfile import Array, TensorFile, write_arrays
 from graphs.ops import MASKED
 from graphs.parity.compare import ReplayCase
@@ -33,6 +34,7 @@ from graphs.parity.hints.masks import mask_hint, position_hint
 from graphs.parity.hints.rope import inverse_frequencies as float64_frequencies
 from runtime.load import load_chain
 from runtime.parity import runtime_parity
+from tests.support.builds import Build
 from tests.support.graph_surgery import change_body
 from tests.support.helpers import random_state, tiny_config
 from tests.support.shared_builds import shared_build
@@ -68,18 +70,17 @@ def strong_state(config: ModelConfig) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[Precision, Path]:
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Build:
     folder = tmp_path_factory.mktemp("hints")
     write_checkpoint(folder, CONFIG, strong_state(ModelConfig.from_dict(CONFIG)))
     checkpoint = Checkpoint.open(folder)
-    precisions: tuple[Precision, ...] = ("fp32", "fp8")
-    return {precision: shared_build(checkpoint, precision) for precision in precisions}
+    return functools.cache(lambda precision: shared_build(checkpoint, precision))
 
 
-@pytest.fixture(params=["fp32", "fp8"])
-def build(request: pytest.FixtureRequest, builds: dict[Precision, Path], tmp_path: Path) -> Path:
+@pytest.fixture(params=["fp32", pytest.param("fp8", marks=pytest.mark.slow)])
+def build(request: pytest.FixtureRequest, builds: Build, tmp_path: Path) -> Path:
     """A copy of the tiny build that the test may damage."""
-    return Path(shutil.copytree(builds[request.param], tmp_path / request.param))
+    return Path(shutil.copytree(builds(request.param), tmp_path / request.param))
 
 
 def edit_graph(build: Path, name: GraphName, edit: EDIT) -> None:
@@ -314,9 +315,7 @@ def test_expert_weights_taken_from_the_biased_scores(build: Path) -> None:
     )
 
 
-def test_expert_weights_rebuilt_from_biased_scores(
-    builds: dict[Precision, Path], tmp_path: Path
-) -> None:
+def test_expert_weights_rebuilt_from_biased_scores(builds: Build, tmp_path: Path) -> None:
     """Biases of ±12 choose three experts, whose scores may be 1e−8: they are erased."""
     raw, folder = tiny_config(num_hidden_layers=2), tmp_path / "fp32"
     state = random_state(ModelConfig.from_dict(raw))
@@ -482,9 +481,9 @@ WEIGHTS = [
 
 @pytest.mark.parametrize("layer, name, tap", WEIGHTS)
 def test_a_random_perturbation_gets_no_hint(
-    builds: dict[Precision, Path], tmp_path: Path, layer: int, name: str, tap: str
+    builds: Build, tmp_path: Path, layer: int, name: str, tap: str
 ) -> None:
-    build = Path(shutil.copytree(builds["fp32"], tmp_path / "copy"))
+    build = Path(shutil.copytree(builds("fp32"), tmp_path / "copy"))
     noise = np.random.default_rng(0)
 
     def edit(tensors: dict[str, Array]) -> None:
@@ -498,9 +497,9 @@ def test_a_random_perturbation_gets_no_hint(
 
 
 def test_a_correction_bias_that_is_off_changes_the_choice_without_a_hint(
-    builds: dict[Precision, Path], tmp_path: Path
+    builds: Build, tmp_path: Path
 ) -> None:
-    build = Path(shutil.copytree(builds["fp32"], tmp_path / "copy"))
+    build = Path(shutil.copytree(builds("fp32"), tmp_path / "copy"))
     noise = np.random.default_rng(0)
 
     def edit(tensors: dict[str, Array]) -> None:
@@ -510,8 +509,8 @@ def test_a_correction_bias_that_is_off_changes_the_choice_without_a_hint(
     assert outcome(graph_parity(build, threads=1)) == ("experts", set())
 
 
-def test_rope_tables_with_noise_get_no_hint(builds: dict[Precision, Path], tmp_path: Path) -> None:
-    build = Path(shutil.copytree(builds["fp32"], tmp_path / "copy"))
+def test_rope_tables_with_noise_get_no_hint(builds: Build, tmp_path: Path) -> None:
+    build = Path(shutil.copytree(builds("fp32"), tmp_path / "copy"))
     noise = np.random.default_rng(0)
 
     def edit(tensors: dict[str, Array]) -> None:
@@ -523,15 +522,13 @@ def test_rope_tables_with_noise_get_no_hint(builds: dict[Precision, Path], tmp_p
     assert tap == "q_pe_rotated" and causes <= {"rope_frequencies", "rope_table_multiplier"}
 
 
-def test_the_runtimes_own_positions(
-    builds: dict[Precision, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_runtimes_own_positions(builds: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     right = runtime.step.chain.step_positions
     for module in (runtime.step.chain, runtime.parity):
         monkeypatch.setattr(
             module, "step_positions", lambda lengths, S, c: right(lengths + 1, S, c)
         )
-    fragment = runtime_parity(load_chain(builds["fp32"], threads=1), builds["fp32"])
+    fragment = runtime_parity(load_chain(builds("fp32"), threads=1), builds("fp32"))
     assert outcome(fragment) == ("positions", {"context_length_off_by_one"})
     assert len(fragment.hints) == 1  # though every case shows it
 

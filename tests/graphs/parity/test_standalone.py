@@ -256,6 +256,7 @@ def run_cli(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_to_run(nano: Build, tmp_path: Path) -> None:
     build = tmp_path / "fp8"
     shutil.copytree(nano("fp8"), build)
