@@ -271,10 +271,10 @@ lint: .venv/.installed ## ruff and mypy
 	.venv/bin/mypy
 
 test: .venv/.installed ## the tests, but for the slow ones
-	$(PYTHON) -m pytest -n 2 -m "not slow"
+	$(PYTHON) -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-slow: .venv/.installed ## the slow tests: full width, subprocesses and what takes long
-	$(PYTHON) -m pytest -n 2 -m slow
+	$(PYTHON) -m pytest -n 2 --dist loadfile -m slow
 
 check: lint test ## lint and test
 
