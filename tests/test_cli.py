@@ -149,7 +149,11 @@ def test_a_bad_checkpoint_leaves_the_build_as_it_was(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("graphs", "describe", "absent"), ("export", "golden", "--checkpoint", "absent")]
+    "arguments",
+    [
+        ("graphs", "describe", "absent"),
+        pytest.param(("export", "golden", "--checkpoint", "absent"), marks=pytest.mark.slow),
+    ],
 )
 def test_a_process_of_each_package_refuses_as_well(
     arguments: tuple[str, ...], tmp_path: Path

@@ -303,6 +303,7 @@ def test_the_bar(change: float, fails: bool) -> None:
     assert message is None or "expected at most 0.25% more bits than fp32, got +0.25" in message
 
 
+@pytest.mark.slow
 def test_a_damaged_fp8_build_fails_with_both_tables(
     nano: Build, int4: Path, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """Single layers: equal to those of the whole model, with goldens that pass, and fail on a fault."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -58,23 +59,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def builds(
-    checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
-) -> dict[Precision, Path]:
+def builds(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Builds with goldens of single layers. Tests do not change them."""
-    made: dict[Precision, Path] = {}
-    precisions: tuple[Precision, ...] = ("fp32", "fp8")
-    for precision in precisions:
-        made[precision] = tmp_path_factory.mktemp("builds") / precision
-        export_once(checkpoint.raw_config, precision, made[precision])
-        pack(checkpoint, made[precision])
-        write_layer_goldens(checkpoint, made[precision])
-    return made
+
+    @functools.cache
+    def make(precision: Precision) -> Path:
+        build = tmp_path_factory.mktemp("builds") / precision
+        export_once(checkpoint.raw_config, precision, build)
+        pack(checkpoint, build)
+        write_layer_goldens(checkpoint, build)
+        return build
+
+    return make
 
 
-@pytest.fixture(params=["fp32", "fp8"])
-def build(request: pytest.FixtureRequest, builds: dict[Precision, Path]) -> Path:
-    return builds[request.param]
+@pytest.fixture(params=["fp32", pytest.param("fp8", marks=pytest.mark.slow)])
+def build(request: pytest.FixtureRequest, builds: Build) -> Path:
+    return builds(request.param)
 
 
 def edit(file: Path, name: str, change: Callable[[Array], None]) -> None:

@@ -315,6 +315,7 @@ def test_expert_weights_taken_from_the_biased_scores(build: Path) -> None:
     )
 
 
+@pytest.mark.slow  # a build of its own
 def test_expert_weights_rebuilt_from_biased_scores(builds: Build, tmp_path: Path) -> None:
     """Biases of ±12 choose three experts, whose scores may be 1e−8: they are erased."""
     raw, folder = tiny_config(num_hidden_layers=2), tmp_path / "fp32"
