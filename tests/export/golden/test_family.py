@@ -189,10 +189,8 @@ def built(checkpoint: Callable[[str], Checkpoint]) -> Built:
     return functools.cache(lambda name, precision: shared_build(checkpoint(name), precision))
 
 
-# fp32 shows each relative's own maths; fp8 is quick for direct queries, whose matrix is no other's.
-# The group-limited gate by softmax is no preset's: in fp32 alone.
-# A relative with groups of experts and one with direct queries and a softmax gate show in fp32 what
-# the others do; they, and the other precisions, are slow.
+# A relative with expert groups, and one with direct queries and a softmax gate, are quick in fp32.
+# The others and the other precisions are slow; deepseek-v2 is no preset's, so in fp32 alone.
 QUICK = [("deepseek-v3", "fp32"), ("deepseek-v2-lite", "fp32")]
 BUILDS = [
     pytest.param(name, precision, marks=() if (name, precision) in QUICK else pytest.mark.slow)
