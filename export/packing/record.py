@@ -7,15 +7,14 @@ followed from the first is no longer the build's: its head goes (without which n
 layers that are still right are kept by packing), its goldens, and what parity found with them.
 """
 
-import json
 import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from export.checkpoint.identity import CheckpointIdentity
-from graphs.contract.json_records import decode, write_json
-from graphs.contract.spec import HEAD_FILE, BuildError
+from graphs.contract.json_records import write_json
+from graphs.contract.spec import HEAD_FILE, BuildError, load_record
 
 RECORD_FILE = "checkpoint.json"
 RECORD_FORMAT = 1
@@ -34,16 +33,9 @@ class BuildRecord:
     def load(cls, build: Path) -> "BuildRecord | None":
         """None where the build has no record. Raises BuildError where it cannot be read."""
         path = build / RECORD_FILE
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            if raw["format"] != RECORD_FORMAT:
-                raise TypeError(f"format: expected {RECORD_FORMAT}, got {raw['format']!r}")
-            record: BuildRecord = decode(cls, raw)
-        except FileNotFoundError:
+        if not path.exists():
             return None
-        except (KeyError, TypeError, ValueError) as e:
-            raise BuildError(f"{path}: damaged ({e}); remove it and pack the weights again") from e
-        return record
+        return load_record(cls, path, RECORD_FORMAT, "remove it and pack the weights again")
 
 
 def require_same(build: Path, folder: Path, identity: CheckpointIdentity) -> None:

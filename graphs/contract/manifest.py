@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from graphs.contract.files import write_text
-from graphs.contract.json_records import decode
-from graphs.contract.spec import BuildError, GraphName
+from graphs.contract.spec import BuildError, GraphName, load_record
 
 MANIFEST_FORMAT = 2
 
@@ -89,18 +88,8 @@ class Manifest:
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
         """Read `manifest.json`. Raises BuildError."""
-        path = folder / "manifest.json"
-        if not path.is_file():
-            raise BuildError(f"{folder}: no manifest.json; make it with `python -m graphs compile`")
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            if raw["format"] != MANIFEST_FORMAT:
-                raise BuildError(
-                    f"{path}: expected format {MANIFEST_FORMAT}, got {raw['format']}; compile again"
-                )
-            return decode(cls, raw)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as e:
-            raise BuildError(f"{path}: damaged or incomplete ({e!r}); compile again") from e
+        again = "compile again with `python -m graphs compile`"
+        return load_record(cls, folder / "manifest.json", MANIFEST_FORMAT, again)
 
     def engine_bytes(self, folder: Path, graph: GraphName, onnx_sha256: str) -> bytes:
         """An engine's file, checked: its record, and its ONNX file's hash. Raises BuildError."""

@@ -45,7 +45,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from graphs.contract.config import ModelConfig
 from graphs.contract.files import write_text
@@ -62,13 +62,27 @@ TensorKind = Literal["activation", "table", "weight"]
 GRAPHS: tuple[GraphName, ...] = get_args(GraphName)
 GOLDEN_MODES: tuple[GoldenMode, ...] = get_args(GoldenMode)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-
-# What reading a damaged spec.json raises; each by name, since a BuildError is a ValueError too.
-_DAMAGED = (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError)
+_T = TypeVar("_T")
 
 
 class BuildError(ValueError):
     """A build folder that is absent, incomplete, or of another model or precision."""
+
+
+def load_record(kind: type[_T], path: Path, version: int, again: str) -> _T:
+    """The dataclass in a JSON file of this format.
+
+    Raises BuildError where it is absent, damaged or of another format; `again` says how to make it.
+    """
+    if not path.is_file():
+        raise BuildError(f"{path.parent}: no {path.name}; {again}")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["format"] != version:
+            raise BuildError(f"{path}: expected format {version}, got {raw['format']!r}; {again}")
+        return decode(kind, raw)
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise BuildError(f"{path}: damaged or incomplete ({e!r}); {again}") from e
 
 
 @dataclass(frozen=True)
@@ -186,23 +200,16 @@ class BuildSpec:
     @classmethod
     def load(cls, build: Path) -> "BuildSpec":
         """Read and check `spec.json`. Raises BuildError."""
-        path = build / "spec.json"
-        if not path.is_file():
-            raise BuildError(f"{build}: no spec.json; make it with `python -m export graphs`")
+        path, again = build / "spec.json", "export again with `python -m export graphs`"
+        spec = load_record(cls, path, SPEC_FORMAT, again)
+        if spec.config_sha256 != config_hash(spec.raw_config):
+            raise BuildError(f"{path}: config_sha256 does not match its config; {again}")
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            if raw["format"] != SPEC_FORMAT:
-                raise BuildError(
-                    f"{path}: expected format {SPEC_FORMAT}, got {raw['format']}; export again"
-                )
-            spec = decode(cls, raw)
-            if spec.config_sha256 != config_hash(spec.raw_config):
-                raise BuildError(f"{path}: config_sha256 does not match its config; export again")
             _ = spec.config
-        except (*_DAMAGED, ConfigError) as e:
-            raise BuildError(f"{path}: damaged or incomplete ({e!r}); export again") from e
+        except ConfigError as e:
+            raise BuildError(f"{path}: damaged or incomplete ({e!r}); {again}") from e
         if missing := set(GRAPHS) - set(spec.graphs):
-            raise BuildError(f"{path}: graph {min(missing)} is missing; export again")
+            raise BuildError(f"{path}: graph {min(missing)} is missing; {again}")
         return spec
 
     def onnx_bytes(self, build: Path, graph: GraphName) -> bytes:

@@ -9,15 +9,21 @@ reference's. One that is not finite is null in the file and NaN when read back.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from graphs.contract.json_records import decode, write_json
-from graphs.contract.spec import GOLDEN_MODES, BuildError, BuildSpec, GoldenMode, Precision
+from graphs.contract.json_records import write_json
+from graphs.contract.spec import (
+    GOLDEN_MODES,
+    BuildError,
+    BuildSpec,
+    GoldenMode,
+    Precision,
+    load_record,
+)
 
 FRAGMENT_FORMAT = 2
 FOLDER = "parity"  # in a build folder
@@ -162,18 +168,8 @@ class Fragment:
     def load(cls, build: Path, source: FindingsSource) -> "Fragment":
         """Read a build's fragment and hold it against its spec. Raises BuildError."""
         path, spec = fragment_path(build, source), BuildSpec.load(build)
-        again = f"`{COMMANDS[source]} {build}`"
-        if not path.is_file():
-            raise BuildError(f"{path}: missing; make it with {again}")
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            if raw["format"] != FRAGMENT_FORMAT:
-                raise BuildError(
-                    f"{path}: expected format {FRAGMENT_FORMAT}, got {raw['format']}; run {again}"
-                )
-            fragment: Fragment = decode(cls, raw)
-        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as e:
-            raise BuildError(f"{path}: damaged or incomplete ({e!r}); run {again}") from e
+        again = f"run `{COMMANDS[source]} {build}`"
+        fragment = load_record(cls, path, FRAGMENT_FORMAT, again)
         for name, expected in (
             ("source", source),
             ("precision", spec.precision),
@@ -181,7 +177,7 @@ class Fragment:
         ):
             if (value := getattr(fragment, name)) != expected:
                 raise BuildError(
-                    f"{path}: {name}: expected {expected} as in the build, got {value}; run {again}"
+                    f"{path}: {name}: expected {expected} as in the build, got {value}; {again}"
                 )
         return fragment
 

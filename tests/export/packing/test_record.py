@@ -230,7 +230,7 @@ def test_a_damaged_record_is_refused_by_packing_and_replaced_by_recording(
     folder: Path, build: Path, content: str
 ) -> None:
     (build / RECORD_FILE).write_text(content)
-    with pytest.raises(BuildError, match=r"checkpoint\.json: damaged .*; remove it and pack"):
+    with pytest.raises(BuildError, match=r"checkpoint\.json: .*; remove it and pack"):
         pack(Checkpoint.open(folder), build)
     record_checkpoint(folder, build)
     assert BuildRecord.load(build) is not None

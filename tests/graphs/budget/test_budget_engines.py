@@ -125,7 +125,7 @@ def test_a_figure_that_the_builder_did_not_log_is_shown_as_such(manifest: Path) 
 
 def test_an_engine_folder_without_its_build_is_refused(manifest: Path) -> None:
     (manifest.parents[1] / "spec.json").unlink()
-    with pytest.raises(BuildError, match=r"no spec\.json; make it with"):
+    with pytest.raises(BuildError, match=r"no spec\.json; export again"):
         built_engines(manifest)
 
 

@@ -81,7 +81,7 @@ def test_a_configs_hash_is_of_its_content() -> None:
 
 
 def test_an_absent_spec_is_an_error_that_says_how_to_make_it(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=r"no spec.json; make it with `python -m export graphs`"):
+    with pytest.raises(BuildError, match=r"no spec.json; export again with `python"):
         BuildSpec.load(tmp_path)
 
 

@@ -84,7 +84,7 @@ def test_engines_that_cannot_be_compared_are_refused(
 def test_what_is_no_manifest_of_a_build_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"path: expected .*manifest\.json, got .*engines\.json"):
         engine_table([tmp_path / "engines.json"])
-    with pytest.raises(ValueError, match=r"no manifest\.json; make it with"):
+    with pytest.raises(ValueError, match=r"no manifest\.json; compile again"):
         engine_table([tmp_path / "one" / "fp8" / "rtx" / "manifest.json"])
     with pytest.raises(ValueError, match="no engine in any manifest"):
         engine_table([written(tmp_path, "one", "sm120", {})])

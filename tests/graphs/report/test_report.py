@@ -272,10 +272,10 @@ def test_a_missing_fragment_names_the_command_that_makes_it(build: Path, tmp_pat
     fragment_path(build, "chain").unlink()
     done = command(build, "--out", tmp_path / "out")
     assert isinstance(done.exception, BuildError)
-    assert f"missing; make it with `python -m runtime parity {build}`" in str(done.exception)
+    assert f"no chain.json; run `python -m runtime parity {build}`" in str(done.exception)
     assert not (tmp_path / "out").exists()
     fragment_path(build, "graphs").unlink()
-    with pytest.raises(BuildError, match=f"make it with `python -m graphs parity {build}`"):
+    with pytest.raises(BuildError, match=f"run `python -m graphs parity {build}`"):
         merge([build])
 
 

@@ -113,8 +113,11 @@ def test_damaged_or_missing_engines_are_refused(folder: Folder) -> None:
         match=r"dense.engine: prefill: expected the shapes of profile b4t32c256, got others; c",
     ):
         folder.open()
+    (folder.path / "manifest.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(BuildError, match=r"manifest.json: damaged or incomplete .*compile again"):
+        folder.open()
     (folder.path / "manifest.json").unlink()
-    with pytest.raises(BuildError, match=r"no manifest.json; make it with"):
+    with pytest.raises(BuildError, match=r"no manifest.json; compile again"):
         folder.open()
 
 
