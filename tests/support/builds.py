@@ -19,6 +19,10 @@ PROFILE = Profile(batch=8, tokens=128, context=1024)
 Build = Callable[[Precision], Path]
 OpenBackend = Callable[[Precision, Profile], Backend]
 
+# Of the three builds of k2-nano, bf16's is made for slow tests only.
+EACH_PRECISION = pytest.mark.parametrize(
+    "precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "fp8"]
+)
 ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("tensorrt", "cuda")]
 
 

@@ -1,4 +1,4 @@
-"""The exported graphs of a tiny model, against the spec, and the export of the full-size ones."""
+"""The exported graphs of k2-nano, against the spec, and the export of the full-size ones."""
 
 import copy
 import json
@@ -20,21 +20,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from export.engine.layers import LinearForm
 from export.engine.to_onnx import RECIPES
 from export.reference.feedforward import SwiGLU
-from graphs.contract.config import ModelConfig
+from graphs.contract.config import ModelConfig, load_raw_config
 from graphs.contract.spec import EXPERT_SLOTS, GRAPHS, BuildSpec, GraphName, Precision, TensorSpec
 from graphs.session import open_session, run
-from tests.support.helpers import tiny_config
+from tests.support.builds import NANO, ROOT
 from tests.support.shared_builds import shared_graphs
 
-ROOT = Path(__file__).parents[3]
-RAW = tiny_config()
+RAW = load_raw_config(NANO)
 CONFIG = ModelConfig.from_dict(RAW)
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp8")
 EACH = pytest.mark.parametrize("graph", GRAPHS)
 BOTH = pytest.mark.parametrize("precision", PRECISIONS)
 MEMORY_BAR = 1_500_000_000  # bytes; the fp8 weights of K2's graphs alone are 1.4 GB in fp32
 
-# Exports the tiny graphs again (all in fp8, one in fp32), and K2's; prints the most memory it had
+# Exports the graphs again (all in fp8, one in fp32), and K2's; prints the most memory it had
 # resident, in kB.
 EXPORT_SCRIPT = """
 import json, sys
@@ -130,20 +129,20 @@ def test_weights_are_stored_as_the_engines_read_them(builds: dict[Precision, Pat
     """FP8 [in, out] with a scale per output, wide ones [out, in]; norms and gate fp32."""
     expected: dict[Precision, dict[str, tuple[str, tuple[int, ...]]]] = {
         "fp8": {
-            "attention.qkv_a.weight": ("float8e4m3fn", (160, 136 + 56 + 16)),
-            "attention.qkv_a.scale": ("float", (208,)),
-            "attention.q_b.weight": ("float8e4m3fn", (136, 120)),
-            "attention.w_uk": ("bfloat16", (3, 24, 56)),
-            "attention.w_uv": ("bfloat16", (3, 56, 20)),
-            "shared.gate_up.weight": ("float8e4m3fn", (160, 144)),
-            "gate.weight": ("float", (8, 160)),
+            "attention.qkv_a.weight": ("float8e4m3fn", (224, 176 + 112 + 32)),
+            "attention.qkv_a.scale": ("float", (320,)),
+            "attention.q_b.weight": ("float8e4m3fn", (176, 4 * 96)),
+            "attention.w_uk": ("bfloat16", (4, 64, 112)),
+            "attention.w_uv": ("bfloat16", (4, 112, 64)),
+            "shared.gate_up.weight": ("float8e4m3fn", (224, 2 * 176)),
+            "gate.weight": ("float", (8, 224)),
             "gate.bias": ("float", (8,)),
-            "post_norm.weight": ("float", (160,)),
+            "post_norm.weight": ("float", (224,)),
         },
         "fp32": {
-            "attention.qkv_a.weight": ("float", (208, 160)),
-            "attention.w_uk": ("float", (3, 24, 56)),
-            "shared.down.weight": ("float", (160, 72)),
+            "attention.qkv_a.weight": ("float", (320, 224)),
+            "attention.w_uk": ("float", (4, 64, 112)),
+            "shared.down.weight": ("float", (224, 176)),
         },
     }
     for precision, tensors in expected.items():
@@ -156,11 +155,11 @@ def test_weights_are_stored_as_the_engines_read_them(builds: dict[Precision, Pat
 def block_inputs(precision: Precision) -> list[TensorSpec]:
     act = "float" if precision == "fp32" else "bfloat16"
     return [
-        TensorSpec("x", "float", ("batch", "tokens", 160)),
+        TensorSpec("x", "float", ("batch", "tokens", 224)),
         TensorSpec("positions", "int64", ("batch", "tokens")),
-        TensorSpec("context", act, ("batch", "context", 72)),
-        TensorSpec("cos", "float", (512, 8), "table"),
-        TensorSpec("sin", "float", (512, 8), "table"),
+        TensorSpec("context", act, ("batch", "context", 144)),
+        TensorSpec("cos", "float", (8192, 16), "table"),
+        TensorSpec("sin", "float", (8192, 16), "table"),
     ]
 
 
@@ -169,34 +168,34 @@ def test_inputs_and_outputs_are_as_designed(
     builds: dict[Precision, Path], precision: Precision
 ) -> None:
     act = "float" if precision == "fp32" else "bfloat16"
-    new = TensorSpec("new", act, ("batch", "tokens", 72))
+    new = TensorSpec("new", act, ("batch", "tokens", 144))
     slots = range(EXPERT_SLOTS)
     expected: dict[GraphName, tuple[list[TensorSpec], list[TensorSpec]]] = {
         "dense": (
             block_inputs(precision),
-            [TensorSpec("y", "float", ("batch", "tokens", 160)), new],
+            [TensorSpec("y", "float", ("batch", "tokens", 224)), new],
         ),
         "moe": (
             block_inputs(precision),
             [
-                TensorSpec("acc", "float", ("tokens*batch", 160)),
-                TensorSpec("h", act, ("tokens*batch", 160)),
-                TensorSpec("experts", "int64", ("tokens*batch", 3)),
-                TensorSpec("expert_weights", "float", ("tokens*batch", 3)),
+                TensorSpec("acc", "float", ("tokens*batch", 224)),
+                TensorSpec("h", act, ("tokens*batch", 224)),
+                TensorSpec("experts", "int64", ("tokens*batch", 2)),
+                TensorSpec("expert_weights", "float", ("tokens*batch", 2)),
                 new,
             ],
         ),
         "experts": (
             [
-                TensorSpec("h", act, ("tokens", 160)),
-                TensorSpec("acc", "float", ("tokens", 160)),
+                TensorSpec("h", act, ("tokens", 224)),
+                TensorSpec("acc", "float", ("tokens", 224)),
                 *(TensorSpec(f"rows_{i}", "int64", (f"rows_{i}",)) for i in slots),
                 *(TensorSpec(f"gates_{i}", "float", (f"rows_{i}", 1)) for i in slots),
             ],
-            [TensorSpec("acc_out", "float", ("tokens", 160))],
+            [TensorSpec("acc_out", "float", ("tokens", 224))],
         ),
         "head": (
-            [TensorSpec("hidden", "float", ("rows", 160))],
+            [TensorSpec("hidden", "float", ("rows", 224))],
             [TensorSpec("logits", "float", ("rows", 258))],
         ),
     }
@@ -277,7 +276,7 @@ def test_files_hold_no_path_and_no_stack_trace(
 def test_an_idle_slot_adds_nothing_whatever_it_computes(builds: dict[Precision, Path]) -> None:
     """Case 17: one row with gate 0, here with weights of NaN; the other slots' rows are added."""
     torch.manual_seed(0)
-    M, D, F = 5, 160, 72
+    M, D, F = 5, 224, 176
     experts = [SwiGLU(D, F).requires_grad_(False) for _ in range(2)]
     h, acc = torch.randn(M, D), torch.randn(M, D)
     inputs = {"h": h, "acc": acc}

@@ -23,7 +23,7 @@ from export.reference.attention import LatentRows, Taps, causal_mask
 from export.reference.block import Block
 from export.reference.rope import rope_tables
 from export.synthetic.make import write_synthetic
-from graphs.contract.config import ModelConfig
+from graphs.contract.config import ModelConfig, load_raw_config
 from graphs.contract.spec import BuildSpec, Precision, layer_file
 from graphs.contract.tensorfile import Array, TensorFile
 from graphs.ops import MASKED
@@ -33,11 +33,12 @@ from runtime import parity
 from runtime.load import load_chain
 from runtime.parity import runtime_parity
 from runtime.step.expert_routing import expert_slots
-from tests.support.helpers import INT4, tiny_config
+from tests.support.builds import NANO
+from tests.support.helpers import INT4
 from tests.support.shared_builds import export_once
 
 ROOT = Path(__file__).parents[3]
-RAW = tiny_config(num_hidden_layers=2, max_position_embeddings=2048, n_routed_experts=16)
+RAW = load_raw_config(NANO) | {"num_hidden_layers": 2}
 FORMS = {
     "fp8": RAW,
     "int4": RAW | {"quantization_config": INT4},
@@ -232,7 +233,7 @@ def test_a_step_touches_the_chosen_experts_only(build: Path, tmp_path: Path) -> 
         if name.startswith("experts.") and int(name.split(".")[1]) not in chosen:
             edit(file, name, poison)
             poisoned.add(int(name.split(".")[1]))
-    assert poisoned | chosen == set(range(16)) and poisoned
+    assert poisoned | chosen == set(range(8)) and poisoned
     y, _ = decode(copy)
     assert np.array_equal(y, expected) and np.isfinite(y).all()
     edit(file, f"experts.{min(chosen)}.down.weight", poison)

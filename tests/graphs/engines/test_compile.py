@@ -22,8 +22,8 @@ from graphs.engines.activation_budget import excesses
 from graphs.engines.compile import compile_build
 from graphs.engines.targets import resolve_target
 from graphs.engines.tensorrt import TensorRTError, load_tensorrt
+from tests.support.builds import NANO
 from tests.support.graph_surgery import read_in_3d, replace_graph
-from tests.support.helpers import tiny_config
 from tests.support.shared_builds import shared_graphs
 
 ROOT = Path(__file__).parents[3]
@@ -60,8 +60,8 @@ def over_the_bars(
 
 @pytest.fixture(scope="module")
 def small() -> Path:
-    """A small model's graphs, not to be changed."""
-    return shared_graphs(tiny_config(), "fp8")
+    """k2-nano's graphs, not to be changed."""
+    return shared_graphs(load_raw_config(NANO), "fp8")
 
 
 @pytest.fixture(scope="module")
@@ -337,15 +337,15 @@ def test_profiles(small: Path) -> None:
     assert profile.name == "b4t32c512"
     decode = input_bounds(spec.graphs["dense"], "decode", profile)
     assert set(decode) == {"x", "positions", "context"}
-    assert decode["x"] == ((1, 1, 160), (4, 1, 160), (4, 1, 160))
-    assert decode["context"] == ((1, 0, 72), (4, 128, 72), (4, 512, 72))
+    assert decode["x"] == ((1, 1, 224), (4, 1, 224), (4, 1, 224))
+    assert decode["context"] == ((1, 0, 144), (4, 128, 144), (4, 512, 144))
     prefill = input_bounds(spec.graphs["moe"], "prefill", profile)
     assert prefill["positions"] == ((1, 1), (1, 32), (1, 32))
     experts = input_bounds(spec.graphs["experts"], "prefill", profile)
-    assert experts["acc"] == ((1, 160), (32, 160), (32, 160))
+    assert experts["acc"] == ((1, 224), (32, 224), (32, 224))
     assert experts["rows_7"] == ((1,), (8,), (32,))
-    assert input_bounds(spec.graphs["experts"], "decode", profile)["h"][2] == (4, 160)
-    assert input_bounds(spec.graphs["head"], "decode", profile)["hidden"][2] == (4, 160)
+    assert input_bounds(spec.graphs["experts"], "decode", profile)["h"][2] == (4, 224)
+    assert input_bounds(spec.graphs["head"], "decode", profile)["hidden"][2] == (4, 224)
 
 
 @pytest.mark.parametrize("mode", ENGINE_MODES)

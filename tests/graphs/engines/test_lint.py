@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from graphs.__main__ import app
 from graphs.contract.manifest import ENGINE_MODES, Profile
 from graphs.contract.shapes import input_bounds
-from graphs.contract.spec import GRAPHS, PRECISIONS, BuildError, BuildSpec, GraphName, Precision
+from graphs.contract.spec import GRAPHS, BuildError, BuildSpec, GraphName, Precision
 from graphs.engines.lint import RULES, lint_build, lint_graph, lint_model
 from graphs.engines.lint_rules.graph import Finding, LintGraph
 from graphs.ops import DOMAIN, OPSET
-from tests.support.builds import Build
+from tests.support.builds import EACH_PRECISION, Build
 from tests.support.graph_surgery import (
     change_body,
     insert_before,
@@ -61,7 +61,7 @@ def only(findings: list[Finding]) -> Finding:
     return findings[0]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@EACH_PRECISION
 def test_exported_graphs_keep_every_rule(nano: Build, precision: Precision) -> None:
     assert lint_build(nano(precision)) == []
 
@@ -103,7 +103,7 @@ def test_a_16_bit_linear_layer_that_reads_3_dimensions(nano: Build) -> None:
         )
         model.graph.node.remove(gemm)
 
-    finding = only(findings(nano("bf16"), "head", surgery))
+    finding = only(findings(nano("fp8"), "head", surgery))
     assert (finding.rule, finding.node) == ("2-D linear activations", "product (MatMul)")
     assert "lm_head.weight" in finding.fault and "is copied" in finding.consequence
 
@@ -387,7 +387,7 @@ def test_heads_inside_a_batch(nano: Build, weight: str, change: tuple[str, str])
     assert "copied once a sequence" in finding.consequence
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@EACH_PRECISION
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_profile_of_one_row(nano: Build, precision: Precision, name: GraphName) -> None:
     build = nano(precision)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphs.contract.spec import PRECISIONS, BuildError, BuildSpec, Precision, layer_file
+from graphs.contract.spec import BuildError, BuildSpec, Precision, layer_file
 from graphs.contract.tensorfile import Array, TensorFile, write_arrays
 from graphs.ops import MASKED
 from graphs.parity.compare import (
@@ -24,7 +24,7 @@ from graphs.parity.findings import TapComparison, first_bad
 from graphs.parity.graphs import graph_parity
 from runtime.load import load_chain
 from runtime.parity import compare_tokens, runtime_parity
-from tests.support.builds import Build
+from tests.support.builds import EACH_PRECISION, Build
 
 CASE = ReplayCase("case", "dense", 0, "prefill")
 ATTENTION = {"x_attn", "c_q", "c_kv", "k_pe", "c_q_normed", "q_nope", "q_pe", "q_pe_rotated", "new"}
@@ -43,7 +43,7 @@ def found(expected: Array, actual: Array, tap: str, precision: Precision) -> Tap
     return compare(subject(tap), actual, expected, limit_for(precision, tap))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@EACH_PRECISION
 def test_every_tap_of_each_graph_is_within_its_bar(nano: Build, precision: Precision) -> None:
     fragment = graph_parity(nano(precision), threads=1)
     assert fragment.passed and fragment.hints == [] and first_bad(fragment.rows) is None
@@ -75,7 +75,7 @@ def test_fed_layers_show_where_a_fault_lies(nano: Build, tmp_path: Path) -> None
     assert [r.tap for r in rows if r.fed and not r.passed] == ["c_q_normed"]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@EACH_PRECISION
 def test_blocks_and_chain_are_within_their_bars(nano: Build, precision: Precision) -> None:
     build = nano(precision)
     fragment = runtime_parity(load_chain(build, threads=1), build)

@@ -165,7 +165,7 @@ ROLES = [
 def test_goldens_are_read_by_role(nano: Build, name: str, rule: str) -> None:
     """One large value in a tap breaks the rule of the tap's role; that of FP8 only at fp8."""
     tap, new = name.partition(".")[2], dict[Precision, set[str]]()
-    precisions: tuple[Precision, ...] = ("fp8", "bf16")
+    precisions: tuple[Precision, ...] = ("fp8", "fp32")
     for precision in precisions:
         golden = TensorFile.open(nano(precision) / "golden/dense_000_chunk.safetensors")
         assert rule not in {f.rule for f in golden_findings(golden)}
@@ -174,7 +174,7 @@ def test_goldens_are_read_by_role(nano: Build, name: str, rule: str) -> None:
         planted = TensorFile(golden.path, golden.metadata, golden.tensors | {name: array})
         new[precision] = {f.rule for f in golden_findings(planted) if f.tap == tap}
     assert rule in new["fp8"]
-    assert (rule in new["bf16"]) == (rule == "fp16 norm")
+    assert (rule in new["fp32"]) == (rule == "fp16 norm")
 
 
 def test_the_rows_of_a_mix_are_of_all_heads(nano: Build) -> None:

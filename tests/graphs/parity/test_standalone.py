@@ -137,8 +137,8 @@ def test_debug_reduce_finds_the_node_of_a_planted_fault(
 @pytest.mark.parametrize(
     "precision, graph, layer, case",
     [
-        ("bf16", "dense", 0, "dense_000_decode"),
-        ("bf16", "moe", 3, None),  # of which there is a prefill only, on no cached row
+        ("fp8", "dense", 0, "dense_000_decode"),
+        ("fp32", "moe", 3, None),  # of which there is a prefill only, on no cached row
         ("fp8", "moe", 1, None),
         ("fp8", "experts", 1, None),
         ("fp8", "head", None, None),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from export.checkpoint.open import Checkpoint
 from graphs.contract.manifest import Profile
-from graphs.contract.spec import PRECISIONS, BuildSpec, Precision
+from graphs.contract.spec import BuildSpec, Precision
 from graphs.contract.tensorfile import Array
 from graphs.session import ort_value
 from runtime.backends import BackendError
@@ -23,7 +23,7 @@ from runtime.serving.scheduler import Scheduler
 from runtime.step.chain import Chain, LogitsError, StepError, _all_finite
 from runtime.step.expert_routing import expert_slots
 from runtime.step.prefill import prefill
-from tests.support.builds import ON_GPU, PROFILE, Build, OpenBackend, OpenChain
+from tests.support.builds import EACH_PRECISION, ON_GPU, PROFILE, Build, OpenBackend, OpenChain
 from tests.support.doubles.tampering import Block, restore, tamper
 
 TEXT = b"In the beginning God created the heaven and the earth. And the earth was without form"
@@ -311,7 +311,7 @@ def test_weights_and_cache_are_bound_where_they_lie(chain: Chain) -> None:
         assert len(backend.layers) == chain.config.num_hidden_layers == 4
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@EACH_PRECISION
 def test_greedy_tokens_are_equal_on_both_backends(
     onnxruntime_backend: OpenBackend, double_backend: OpenBackend, nano: Build, precision: Precision
 ) -> None:
@@ -327,7 +327,7 @@ def test_greedy_tokens_are_equal_on_both_backends(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@EACH_PRECISION
 @pytest.mark.parametrize("open_chain", ["double", *ON_GPU], indirect=True)
 def test_parity_holds_on_the_other_backends_too(
     open_chain: OpenChain, nano: Build, precision: Precision
