@@ -163,10 +163,13 @@ def test_packing_records_the_checkpoint_and_a_folder_that_moved_is_accepted(
     record = BuildRecord.load(build)
     assert record is not None and record.path == str(original)
     before = {path: path.stat().st_mtime_ns for path in build.rglob("*") if path.is_file()}
-    assert record_checkpoint(folder, build) is None
     pack(Checkpoint.open(folder), build)
+    assert record_checkpoint(folder, build) is None
     after = {path: path.stat().st_mtime_ns for path in build.rglob("*") if path.is_file()}
     assert {p: t for p, t in after.items() if p.parent.name != "tokenizer"} == before
+    poke_tensor(folder, "middle")
+    with pytest.raises(BuildError, match="which has other values in model-00001-of-000002"):
+        pack(Checkpoint.open(folder), build)
 
 
 def test_the_records_time_changes_with_the_shards_times_only(folder: Path, build: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from export.checkpoint.open import Checkpoint
+from graphs.contract.config import ModelConfig
 from graphs.contract.manifest import Profile
 from graphs.contract.spec import BuildSpec, Precision
 from graphs.contract.tensorfile import Array
@@ -20,11 +21,12 @@ from runtime.devices.weights import Weights
 from runtime.parity import run_experts, runtime_parity
 from runtime.serving.request import Request
 from runtime.serving.scheduler import Scheduler
-from runtime.step.chain import Chain, LogitsError, StepError, _all_finite
+from runtime.step.chain import Chain, LogitsError, StepError, _all_finite, step_positions
 from runtime.step.expert_routing import expert_slots
 from runtime.step.prefill import prefill
 from tests.support.builds import EACH_PRECISION, ON_GPU, PROFILE, Build, OpenBackend, OpenChain
 from tests.support.doubles.tampering import Block, restore, tamper
+from tests.support.helpers import tiny_config
 
 TEXT = b"In the beginning God created the heaven and the earth. And the earth was without form"
 IDS = [256, *TEXT]
@@ -36,6 +38,12 @@ def run_alone(chain: Chain, ids: Sequence[int], chunk: int = 128) -> Array:
     logits = np.concatenate(list(prefill(chain, handle, ids, chunk, all_logits=True)))
     chain.cache.free(handle)
     return logits
+
+
+def test_positions_of_padding_stay_within_the_rope_table() -> None:
+    config = ModelConfig.from_dict(tiny_config(max_position_embeddings=512))
+    positions = step_positions(np.array([0, 509, 511]), 4, config)
+    assert positions.tolist() == [[0, 1, 2, 3], [509, 510, 511, 511], [511, 511, 511, 511]]
 
 
 def test_prefill_then_decode_equals_one_prefill(chain: Chain) -> None:
