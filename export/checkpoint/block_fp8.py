@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 
 import numba
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,14 +31,14 @@ class BlockFP8:
 
 @dataclass(frozen=True)
 class ChannelFP8:
-    """weight e4m3 [in, out] as engines read it, scale fp32 [out]."""
+    """weight e4m3 [out, in] as engines read it, scale fp32 [out]."""
 
     weight: Tensor
     scale: Tensor
 
     def decode(self) -> Tensor:
         """fp32 [out, in]."""
-        return (self.weight.to(torch.float32) * self.scale).T
+        return self.weight.to(torch.float32) * self.scale[:, None]
 
 
 def grid_shape(shape: tuple[int, ...], block_size: tuple[int, int]) -> tuple[int, int]:
@@ -77,57 +76,35 @@ def decode(weight: BlockFP8) -> Tensor:
     return values
 
 
-def to_channels(weight: BlockFP8, fused: Tensor | None = None, column: int = 0) -> ChannelFP8:
+def to_channels(weight: BlockFP8) -> ChannelFP8:
     """Repack to one scale per output channel: the largest scale in its row of scale blocks.
 
     Scale blocks that have that scale keep their bytes; each other one is re-encoded through a table
     of 256 bytes, so a weight is rounded at most once more and never decoded to a wide type. A block
     of zeros may have any scale, so its scale is ignored, and it keeps its bytes.
-
-    `fused`: a contiguous uint8 matrix [in, ≥ out], filled from `column` on.
     """
     source = weight.weight.view(torch.uint8)
-    fan_out = source.shape[0]
-    if fused is None:
-        fused = torch.empty(source.shape[::-1], dtype=torch.uint8)
     largest = torch.stack([_largest_scale(weight, i) for i in range(len(weight.scale))])[:, None]
     ratio = torch.where(weight.scale < largest, weight.scale / largest, 1.0)
     values = torch.arange(256, dtype=torch.uint8).view(E4M3).to(torch.float32)
     tables = (values * ratio[..., None]).to(E4M3).view(torch.uint8)
-    _recode(source.numpy(), tables.numpy(), fused.numpy(), column, *weight.block_size)
-    scale = largest.flatten().repeat_interleave(weight.block_size[0])[:fan_out]
-    return ChannelFP8(fused[:, column : column + fan_out].view(E4M3), scale)
+    codes = torch.empty_like(source)
+    _recode(source.numpy(), tables.numpy(), codes.numpy(), *weight.block_size)
+    scale = largest.flatten().repeat_interleave(weight.block_size[0])[: len(source)]
+    return ChannelFP8(codes.view(E4M3), scale)
 
 
-def _recode_blocks(
-    source: Array, tables: Array, target: Array, column: int, rows: int, columns: int
-) -> None:
-    """Recode each byte by its scale block's table, and transpose: [r, c] goes to [c, column + r].
-
-    Each block is first copied into a tile. Down a column of the source, bytes are thousands apart
-    and compete for the same few lines of the cache; the tile's rows are padded so that they do not.
-    Indices are unsigned, since numba checks signed ones for being negative.
-    """
-    unsigned = numba.uint64
-    height, width, padded = unsigned(rows), unsigned(columns), unsigned(columns + 8)
-    tile, table = np.empty(height * padded, np.uint8), np.empty(256, np.uint8)
-    for i in range(unsigned(tables.shape[0])):
-        top = i * height
-        tall = min(height, unsigned(source.shape[0]) - top)
-        for j in range(unsigned(tables.shape[1])):
-            left = j * width
-            wide = min(width, unsigned(source.shape[1]) - left)
-            table[:] = tables[i, j]
-            for r in range(tall):
-                for c in range(wide):
-                    tile[r * padded + c] = source[top + r, left + c]
-            for c in range(wide):
-                for r in range(tall):
-                    target[left + c, unsigned(column) + top + r] = table[tile[r * padded + c]]
+def _recode_blocks(source: Array, tables: Array, target: Array, rows: int, columns: int) -> None:
+    """Recode each byte by its scale block's table."""
+    for r in range(source.shape[0]):
+        for j in range(tables.shape[1]):
+            table = tables[r // rows, j]
+            for c in range(j * columns, min((j + 1) * columns, source.shape[1])):
+                target[r, c] = table[source[r, c]]
 
 
-# Compiled, since numpy's take and a transpose take several times as long; releases the interpreter
-# lock for other workers.
+# Compiled, since numpy's take is several times slower; releases the interpreter's lock for other
+# workers.
 _recode = numba.njit(nogil=True, cache=True)(_recode_blocks)
 
 
@@ -145,16 +122,9 @@ def _area(block_size: tuple[int, int], i: int, j: int) -> tuple[slice, slice]:
     return slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
 
 
-def channels_from_wide(weight: Tensor, fused: Tensor | None = None, column: int = 0) -> ChannelFP8:
-    """Quantise a 16- or 32-bit [out, in] weight, each row scaled so that its peak is 448.
-
-    `fused`: a uint8 matrix [in, ≥ out], filled from `column` on.
-    """
+def channels_from_wide(weight: Tensor) -> ChannelFP8:
+    """Quantise a 16- or 32-bit [out, in] weight, each row scaled so that its peak is 448."""
     wide = weight.to(torch.float32)
     peaks = wide.abs().amax(dim=1)
     scale = torch.where(peaks > 0, peaks / E4M3_MAX, 1.0)
-    codes = (wide / scale[:, None]).to(E4M3).view(torch.uint8)
-    if fused is None:
-        fused = torch.empty(codes.shape[::-1], dtype=torch.uint8)
-    target = fused[:, column : column + len(codes)].copy_(codes.T)
-    return ChannelFP8(target.view(E4M3), scale)
+    return ChannelFP8((wide / scale[:, None]).to(E4M3), scale)

@@ -3,8 +3,7 @@
 Differences from `export.reference.block` (each rule is measured in docs/engines.md):
 - linear layers read 2-D activations; weights that read the same activation are fused (q_a‖kv_a, or
   q‖kv_a where queries are projected directly, and gate‖up);
-- FP8 weights are [in, out], 16- and 32-bit ones [out, in] as in the checkpoint, read by
-  Gemm(transB=1);
+- weights are [out, in] as in the checkpoint, read by Gemm(transB=1);
 - the latent cache is a read-only input, the step's new rows are an output; W_UK and W_UV act on
   the query and output side (absorbed MLA);
 - rope rows are permuted at packing, so RoPE is in half layout;

@@ -33,7 +33,7 @@ def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 class FP8Linear(nn.Module):
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__()
-        self.weight = parameter(fan_in, fan_out, dtype=torch.float8_e4m3fn)
+        self.weight = parameter(fan_out, fan_in, dtype=torch.float8_e4m3fn)
         self.scale = parameter(fan_out, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ the config and precision only: metadata with paths and stack traces is dropped.
 """
 
 import hashlib
+import json
 import logging
 import warnings
 from collections.abc import Callable
@@ -185,14 +186,20 @@ def export_graphs(raw_config: dict[str, Any], precision: Precision, build: Path)
 
 
 def _refuse_other_build(raw_config: dict[str, Any], precision: Precision, build: Path) -> None:
-    if not (build / "spec.json").exists():
+    """A spec of an older format has these fields too, and is replaced."""
+    path = build / "spec.json"
+    if not path.exists():
         return
-    old = BuildSpec.load(build)
-    if (old.precision, old.config_sha256) != (precision, config_hash(raw_config)):
+    try:
+        old = json.loads(path.read_text(encoding="utf-8"))
+        old_precision, old_config = old["precision"], old["config_sha256"]
+    except (KeyError, TypeError, ValueError) as e:
+        raise BuildError(f"{path}: damaged ({e!r}); remove it and export again") from e
+    if (old_precision, old_config) != (precision, config_hash(raw_config)):
         raise BuildError(
             f"{build}: expected a build of precision {precision} and config "
-            f"{config_hash(raw_config)[:12]}…, got one of {old.precision} and "
-            f"{old.config_sha256[:12]}…; choose another --out, or remove it"
+            f"{config_hash(raw_config)[:12]}…, got one of {old_precision} and "
+            f"{old_config[:12]}…; choose another --out, or remove it"
         )
 
 

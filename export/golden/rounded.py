@@ -31,18 +31,19 @@ _BF16_AT_FP8 = ("kv_b_proj.weight", "embed_tokens.weight", "lm_head.weight")
 
 
 class RoundedLinear(nn.Module):
-    """A linear layer with fp8's rounding, its weight decoded once to fp32 [in, out].
+    """A linear layer with fp8's rounding, its e4m3 weight held as fp32 [out, in].
 
     `bf16_input`: a routed expert reads h, which another graph stored as bf16.
     """
 
     def __init__(self, weight: ChannelFP8, bf16_input: bool) -> None:
         super().__init__()
-        self.weight, self.bf16_input = weight.decode().T.contiguous(), bf16_input
+        self.weight, self.scale = weight.weight.to(torch.float32), weight.scale
+        self.bf16_input = bf16_input
 
     def forward(self, x: Tensor) -> Tensor:
         x = round_bf16(x) if self.bf16_input else x
-        y = fp8_linear(x.reshape(-1, x.shape[-1]), self.weight, torch.ones(()))
+        y = fp8_linear(x.reshape(-1, x.shape[-1]), self.weight, self.scale)
         return y.view(*x.shape[:-1], -1)
 
 

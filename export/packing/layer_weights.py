@@ -5,9 +5,9 @@ What changes on the way, and nothing else:
   queries are projected directly), gate‖up;
 - the interleaved rope rows of the query heads and of kv_a_proj_with_mqa are put in half layout;
 - kv_b_proj is split into W_UK [H,N,C] and W_UV [H,C,V], in 16 bits (32 in the fp32 build);
-- fp8: linear layers become e4m3 [in, out] with one fp32 scale per output channel, block FP8 in
-  bytes, grouped INT4 and wider weights by way of fp32;
-- fp32, bf16: linear layers stay [out, in], FP8 and INT4 are decoded;
+- fp8: linear layers become e4m3 with one fp32 scale per output channel, block FP8 in bytes,
+  grouped INT4 and wider weights by way of fp32;
+- fp32, bf16: FP8 and INT4 are decoded;
 - norms, the gate and its bias are fp32.
 """
 
@@ -38,18 +38,15 @@ def half_layout(width: int) -> Tensor:
     return torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2)])
 
 
-def channel_fp8(weight: Weight, fused: Tensor | None = None, column: int = 0) -> ChannelFP8:
-    """A checkpoint weight as the fp8 build has it, outputs in the checkpoint's order.
-
-    `fused`: a contiguous uint8 matrix [in, ≥ out] that takes the codes, from `column` on.
-    """
+def channel_fp8(weight: Weight) -> ChannelFP8:
+    """A checkpoint weight as the fp8 build has it, outputs in the checkpoint's order."""
     match weight:
         case BlockFP8():
-            return to_channels(weight, fused, column)
+            return to_channels(weight)
         case GroupInt4():
-            return channels_from_wide(decode_int4(weight), fused, column)
+            return channels_from_wide(decode_int4(weight))
         case _:
-            return channels_from_wide(weight, fused, column)
+            return channels_from_wide(weight)
 
 
 def to_numpy(tensor: Tensor) -> Array:
@@ -84,8 +81,7 @@ class LayerPacker:
             sources = self._WIDE[module].items()
             return {part: [self._wide(source)] for part, source in sources if self._has(source)}
         if self.form.fp8:
-            tensors = self._fp8_linear(self.sources(module))
-            return {part: [tensor] for part, tensor in tensors.items()}
+            return self._fp8_linear(self.sources(module))
         return {"weight": self._wide_linear(self.sources(module))}
 
     def tensors(self, module: str) -> dict[str, Tensor]:
@@ -145,20 +141,13 @@ class LayerPacker:
             wide = self._wide(f"{source.name}.weight").to(self.form.activation)
             yield self._rows(wide, source)
 
-    def _fp8_linear(self, sources: list[Source]) -> dict[str, Tensor]:
-        names = [f"{self.prefix}{source.name}.weight" for source in sources]
-        shapes = [self.checkpoint.shapes[name] for name in names]
-        fan_outs, fan_in = [shape[0] for shape in shapes], shapes[0][1]
-        fused = torch.empty(fan_in, sum(fan_outs), dtype=torch.uint8)
-        scales, column = [], 0
-        for source, name, fan_out in zip(sources, names, fan_outs, strict=True):
-            scale = channel_fp8(self.checkpoint.weight(name), fused, column).scale
-            if source.rows is not None:
-                part = fused[:, column : column + fan_out]
-                part.copy_(part[:, source.rows])
-            scales.append(self._rows(scale, source))
-            column += fan_out
-        return {"weight": fused.view(torch.float8_e4m3fn), "scale": torch.cat(scales)}
+    def _fp8_linear(self, sources: list[Source]) -> dict[str, Iterable[Tensor]]:
+        weights, scales = [], []
+        for source in sources:
+            made = channel_fp8(self.checkpoint.weight(f"{self.prefix}{source.name}.weight"))
+            weights.append(self._rows(made.weight, source))
+            scales.append(self._rows(made.scale, source))
+        return {"weight": weights, "scale": scales}
 
     @staticmethod
     def _rows(tensor: Tensor, source: Source) -> Tensor:

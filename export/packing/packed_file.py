@@ -29,7 +29,7 @@ from graphs.contract.spec import (
 )
 from graphs.contract.tensorfile import DTYPES, Array, TensorFile
 
-PACK_FORMAT = 2  # of packed files; another one makes every finished file stale
+PACK_FORMAT = 3  # of packed files; another one makes every finished file stale
 PIECE = 64 << 20  # bytes of an embedding or head held at a time
 
 Task = Callable[[], Mapping[str, Iterable[Array]]]  # a module's tensors, each in pieces

@@ -52,7 +52,7 @@ from graphs.contract.files import write_text
 from graphs.contract.json_records import decode
 from graphs.contract.rope_config import ConfigError
 
-SPEC_FORMAT = 3
+SPEC_FORMAT = 4
 EXPERT_SLOTS = 8  # experts that one run of the experts graph computes
 
 Precision = Literal["fp32", "bf16", "fp8"]

@@ -6,7 +6,8 @@ budget, computed from the config:
 
 - every graph: a workspace for matrix products, whose size does not grow; a block has a second one
   in prefill, with many rows, and for a softmax gate, whose product is fp32;
-- a block at its linear layers: the rows' widest values there, and one buffer of scores;
+- a block at its linear layers: the rows' widest values there, which are fp32 after an FP8 product;
+  and, with a smaller workspace in fp8, one buffer of scores;
 - a block at its softmax: three buffers of scores (keys × tokens × heads, of one query block)
   and the rows' queries; in some profiles also a fourth, or the workspace. The cache and the weights
   are read in place;
@@ -15,7 +16,7 @@ budget, computed from the config:
 
 This was fitted to TensorRT-RTX 1.7.1: SM120 engines of five models, in three precisions and up to
 15 profiles, are all within the budget. What could be copied unseen is `budget − activation`. In a
-decode step of the default profile that is less than any FP8 matrix, in every preset (K2: 10.4 MB,
+decode step of the default profile that is less than any FP8 matrix, in every preset (K2: 10.1 MB,
 and 14.7 MB the least matrix); with more scores it is more. Beyond 2^31 scores the builder's figure
 falls below their own size, and shows nothing.
 """
@@ -31,7 +32,8 @@ from graphs.contract.spec import BuildSpec, GraphName, Precision
 from graphs.contract.tensorfile import DTYPES
 from graphs.ops.latent_attention import QUERY_BLOCKS
 
-WORKSPACE: dict[Precision, int] = {"fp32": 10_240_000, "bf16": 10_240_000, "fp8": 8_192_000}
+WORKSPACE = 10_240_000  # of an FP8 or fp32 product
+AT_SCORES: dict[Precision, int] = {"fp32": WORKSPACE, "bf16": WORKSPACE, "fp8": 8_192_000}
 FEW_ROWS = 8  # with one workspace
 MARGIN = 1.1  # by which an engine may exceed what is expected at most
 
@@ -74,29 +76,31 @@ def _estimate(
     c = spec.config
     sizes = {name: most for name, (_, _, most) in dimension_ranges(mode, profile).items()}
     rows, act = sizes["rows"], 4 if spec.precision == "fp32" else 2
-    D, workspace = c.hidden_size, WORKSPACE[spec.precision]
+    gate_up = 4 if spec.precision == "fp8" else act  # an FP8 product is fp32 until it is scaled
+    D, workspace, at_scores = c.hidden_size, WORKSPACE, AT_SCORES[spec.precision]
     if graph == "head":
         return workspace + rows * D * act
     if graph == "experts":
-        slot = 8 * D + act * (D + 3 * c.moe_intermediate_size)
+        slot = 8 * D + act * D + (act + 2 * gate_up) * c.moe_intermediate_size
         return workspace + _slots_at_once(rows, spec.slots) * rows * slot
     queries = sizes["batch"] * math.ceil(sizes["tokens"] / QUERY_BLOCKS)  # of the greatest one
     scores = queries * (sizes["context"] + sizes["tokens"]) * c.num_attention_heads * act
-    attention, linear = _row_bytes(c, graph, act)
-    at_softmax = 3 * scores + (max(workspace, scores) if at_most else 0) + rows * attention
+    attention, linear = _row_bytes(c, graph, act, gate_up)
+    at_softmax = 3 * scores + (max(at_scores, scores) if at_most else 0) + rows * attention
     softmax_gate = graph == "moe" and c.scoring_func == "softmax"
     if mode == "prefill" or rows > FEW_ROWS or softmax_gate:
-        workspace += WORKSPACE["fp32" if graph == "moe" else spec.precision]
-    at_linears = workspace + scores + rows * max(attention, linear)
+        workspace, at_scores = workspace + WORKSPACE, at_scores + WORKSPACE
+    at_linears = max(workspace, at_scores + scores) + rows * max(attention, linear)
     return max(at_linears, at_softmax)
 
 
-def _row_bytes(c: ModelConfig, graph: GraphName, act: int) -> tuple[int, int]:
+def _row_bytes(c: ModelConfig, graph: GraphName, act: int, gate_up: int) -> tuple[int, int]:
     """Bytes of one row of a block: at its attention, with queries of all heads; at its SwiGLU."""
     H, D = c.num_attention_heads, c.hidden_size
     width = c.intermediate_size if graph == "dense" else c.shared_intermediate_size
     residual = 4 * D
-    return residual + act * H * (c.qk_head_dim + c.cache_width), residual + act * (D + 3 * width)
+    attention = act * H * (c.qk_head_dim + c.cache_width)
+    return residual + attention, residual + act * D + (act + 2 * gate_up) * width
 
 
 def _slots_at_once(rows: int, slots: int) -> int:

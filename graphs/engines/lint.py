@@ -18,7 +18,7 @@ from graphs.contract.spec import GRAPHS, BuildError, BuildSpec, GraphName
 from graphs.engines.lint_rules.attention import heads_as_batch, keys_major_scores, read_only_cache
 from graphs.engines.lint_rules.graph import Finding, LintGraph
 from graphs.engines.lint_rules.linear import (
-    fp8_weights_per_channel,
+    fp8_products,
     no_profile_of_one_row,
     two_dimensional_activations,
     unshared_quantisation,
@@ -38,7 +38,7 @@ RULES: tuple[Rule, ...] = (
     shaped_values,
     scatter_without_reduction,
     two_dimensional_activations,
-    fp8_weights_per_channel,
+    fp8_products,
     unshared_quantisation,
     no_profile_of_one_row,
     read_only_cache,

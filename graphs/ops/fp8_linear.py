@@ -1,8 +1,12 @@
-"""FP8Linear(x [M, in] bf16, weight [in, out] e4m3, scale [out] fp32) → y [M, out] bf16.
+"""FP8Linear(x [M, in], weight [out, in] e4m3, scale [out] fp32) → y [M, out], in x's type.
 
 Activations are quantised per token as they come (scale = row's peak / 448, never 0), weights per
-output channel; no calibration. Standard operators in this order stay fused in TensorRT. M is at
-least 1: a reduction over the last axis of zero rows has the wrong shape in ONNX Runtime.
+output channel; no calibration. The product is that of the e4m3 values alone: both sides are
+dequantised by 1, and what scales them is multiplied with the fp32 result, before it is rounded
+once. Only this form compiles to an FP8 product: with the channel's scale in the weight's
+DequantizeLinear, TensorRT widens the weight and multiplies in 16 bits. `Gemm(transB=1)` reads the
+weight as it lies, in an engine and in ONNX Runtime. M is at least 1: a reduction over the last axis
+of zero rows has the wrong shape in ONNX Runtime.
 """
 
 from typing import TYPE_CHECKING
@@ -22,11 +26,12 @@ def reference(x: "Tensor", weight: "Tensor", scale: "Tensor") -> "Tensor":
     wide = x.to(torch.float32)
     row_scale = (wide.abs().amax(dim=-1, keepdim=True) / E4M3_MAX).clamp_min(SMALLEST_SCALE)
     quantised = (wide / row_scale).to(torch.float8_e4m3fn).to(torch.float32)
-    return (quantised @ (weight.to(torch.float32) * scale) * row_scale).to(x.dtype)
+    product = torch.nn.functional.linear(quantised, weight.to(torch.float32))
+    return (product * row_scale * scale).to(x.dtype)
 
 
 def outputs(x: "Tensor", weight: "Tensor", scale: "Tensor") -> list[Output]:
-    return [((x.shape[0], weight.shape[1]), x.dtype)]
+    return [((x.shape[0], weight.shape[0]), x.dtype)]
 
 
 def body(inputs: int) -> str:
@@ -46,11 +51,12 @@ def body(inputs: int) -> str:
         row_scale = Max(raw_scale, tiny)
         scaled = Div(wide, row_scale)
         quantised = QuantizeLinear<output_dtype = 17>(scaled, one)
-        x_e4m3 = DequantizeLinear<output_dtype = 16>(quantised, one)
-        w_e4m3 = DequantizeLinear<axis = 1, output_dtype = 16>(weight, scale)
-        product = MatMul(x_e4m3, w_e4m3)
-        row_scale_narrow = CastLike(row_scale, product)
-        y = Mul(product, row_scale_narrow)
+        x_e4m3 = DequantizeLinear<output_dtype = 1>(quantised, one)
+        weight_e4m3 = DequantizeLinear<output_dtype = 1>(weight, one)
+        product = Gemm<transB = 1>(x_e4m3, weight_e4m3)
+        by_row = Mul(product, row_scale)
+        by_channel = Mul(by_row, scale)
+        y = CastLike(by_channel, x)
         """,
     )
 

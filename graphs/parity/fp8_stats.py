@@ -24,7 +24,7 @@ def activation_stats(case: ReplayCase, module: str, inputs: Array) -> FP8Stats:
 
 
 def weight_stats(case: ReplayCase, module: str, weight: Array, scales: Array) -> FP8Stats:
-    """Statistics of a packed weight [inputs, outputs], with one scale per output channel.
+    """Statistics of a packed weight [outputs, inputs], with one scale per output channel.
 
     What packing flushed to zero is lost, so `flushed` is 0.
     """

@@ -27,7 +27,7 @@ def feed_linears(
     fed = onnx.ModelProto()
     fed.CopyFrom(model)
     whole = {t.value: t for t in taps if not t.inner and t.columns is None}
-    fan_in = {i.name: i.type.tensor_type.shape.dim[0].dim_value for i in fed.graph.input}
+    dims = {i.name: i.type.tensor_type.shape.dim for i in fed.graph.input}
     sources: dict[str, TapSpec] = {}
     for node in fed.graph.node:
         if (node.domain, node.op_type) != (DOMAIN, fp8_linear.name) or node.input[0] not in whole:
@@ -35,7 +35,7 @@ def feed_linears(
         weight = node.input[1]
         name = FED + weight.removesuffix(".weight")
         sources[name] = whole[node.input[0]]
-        shape = [f"{name}.rows", fan_in[weight]]
+        shape = [f"{name}.rows", dims[weight][1].dim_value]
         fed.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
         node.input[0] = name
     return fed, sources

@@ -34,8 +34,14 @@ def insert_before(
 
 
 def read_in_3d(model: onnx.ModelProto, weight: str) -> None:
-    """Let a linear layer read [1, tokens, in] in place of [tokens, in]."""
+    """Let a linear layer read [1, tokens, in] in place of [tokens, in], which Gemm cannot."""
     linear = node_of(model, "FP8Linear", weight)
+    linear.op_type = "FP8Linear3D"
+    text = OPS["FP8Linear"].body(len(linear.input)).replace("FP8Linear", linear.op_type)
+    product = "product = Gemm<transB = 1>(x_e4m3, weight_e4m3)"
+    assert product in text
+    in_3d = "in_out = Transpose<perm = [1, 0]>(weight_e4m3)\nproduct = MatMul(x_e4m3, in_out)"
+    model.functions.append(parser.parse_function(text.replace(product, in_3d)))
     x, y = linear.input[0], linear.output[0]
     linear.input[0], linear.output[0] = "x_3d", "y_3d"
     model.graph.initializer.append(helper.make_tensor("axis", TensorProto.INT64, [1], [0]))

@@ -45,11 +45,12 @@ def grid_hints(evidence: Evidence, tap: str) -> list[Hint]:
         return []
     inputs, fp8 = _read(evidence, tap, source), evidence.spec.precision == "fp8"
     weight = evidence.weights[f"{module}.weight"].astype(np.float32)  # which may be a GB
-    weight = weight * evidence.weights[f"{module}.scale"] if fp8 else weight.T
-    weight = weight * ratio.T
+    weight *= ratio
+    if fp8:
+        weight *= evidence.weights[f"{module}.scale"][:, None]
     inputs = _quantised(inputs) if fp8 else inputs
     expected, actual = evidence.expected(tap), evidence.computed(tap)
-    output = (inputs.astype(np.float32) @ weight).astype(np.float64)
+    output = (inputs.astype(np.float32) @ weight.T).astype(np.float64)
     turned = _output(evidence, evidence.tap(tap), output, expected.shape)
     return evidence.best(tap, [transposed(module, turned, fp8)], expected, actual)
 
@@ -77,9 +78,7 @@ def regrid_ratio(evidence: Evidence, module: str) -> Array | None:
     if module == "attention":
         shape = (c.num_attention_heads, -1, c.kv_lora_rank)
         return spread[:, : c.kv_lora_rank].reshape(shape)
-    weight = evidence.weights[f"{module}.weight"]
-    fan_in = weight.shape[0 if evidence.spec.precision == "fp8" else 1]
-    return spread[:, :fan_in]
+    return spread[:, : evidence.weights[f"{module}.weight"].shape[1]]
 
 
 def _linear(evidence: Evidence, tap: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,11 +18,20 @@ import torch
 from onnx import TensorProto
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from export.engine import to_onnx
 from export.engine.layers import LinearForm
 from export.engine.to_onnx import RECIPES
 from export.reference.feedforward import SwiGLU
 from graphs.contract.config import ModelConfig, load_raw_config
-from graphs.contract.spec import EXPERT_SLOTS, GRAPHS, BuildSpec, GraphName, Precision, TensorSpec
+from graphs.contract.spec import (
+    EXPERT_SLOTS,
+    GRAPHS,
+    BuildError,
+    BuildSpec,
+    GraphName,
+    Precision,
+    TensorSpec,
+)
 from graphs.session import open_session, run
 from tests.support.builds import NANO, ROOT
 from tests.support.shared_builds import shared_graphs
@@ -126,15 +136,15 @@ def test_weights_are_inputs_and_no_initialiser_is_one(
 
 
 def test_weights_are_stored_as_the_engines_read_them(builds: dict[Precision, Path]) -> None:
-    """FP8 [in, out] with a scale per output, wide ones [out, in]; norms and gate fp32."""
+    """[out, in], FP8 with a scale per output; norms and gate fp32."""
     expected: dict[Precision, dict[str, tuple[str, tuple[int, ...]]]] = {
         "fp8": {
-            "attention.qkv_a.weight": ("float8e4m3fn", (224, 176 + 112 + 32)),
+            "attention.qkv_a.weight": ("float8e4m3fn", (176 + 112 + 32, 224)),
             "attention.qkv_a.scale": ("float", (320,)),
-            "attention.q_b.weight": ("float8e4m3fn", (176, 4 * 96)),
+            "attention.q_b.weight": ("float8e4m3fn", (4 * 96, 176)),
             "attention.w_uk": ("bfloat16", (4, 64, 112)),
             "attention.w_uv": ("bfloat16", (4, 112, 64)),
-            "shared.gate_up.weight": ("float8e4m3fn", (224, 2 * 176)),
+            "shared.gate_up.weight": ("float8e4m3fn", (2 * 176, 224)),
             "gate.weight": ("float", (8, 224)),
             "gate.bias": ("float", (8,)),
             "post_norm.weight": ("float", (224,)),
@@ -296,6 +306,59 @@ def test_an_idle_slot_adds_nothing_whatever_it_computes(builds: dict[Precision, 
     run(session, {name: t.numpy() for name, t in inputs.items()}, {"acc_out": summed})
     torch.testing.assert_close(torch.from_numpy(summed), expected, rtol=0, atol=1e-5)
     assert np.array_equal(summed[[2, 4]], acc[[2, 4]].numpy())
+
+
+@pytest.fixture
+def copied_build(
+    builds: dict[Precision, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A build of fp32, where an export takes the graphs of the one that was copied."""
+    monkeypatch.setattr(
+        to_onnx,
+        "export_graph",
+        lambda _config, _precision, graph: onnx.load(builds["fp32"] / "onnx" / f"{graph}.onnx"),
+    )
+    return Path(shutil.copytree(builds["fp32"], tmp_path / "copy"))
+
+
+def test_a_build_of_an_older_format_is_exported_again(copied_build: Path) -> None:
+    before, path = contents(copied_build), copied_build / "spec.json"
+    older = json.loads(path.read_text()) | {"format": 1}
+    path.write_text(json.dumps(older))
+    with pytest.raises(BuildError, match=r"spec.json: expected format \d, got 1; export again"):
+        BuildSpec.load(copied_build)
+    to_onnx.export_graphs(RAW, "fp32", copied_build)
+    assert contents(copied_build) == before
+
+
+@pytest.mark.parametrize(
+    ("raw", "precision", "message"),
+    [
+        (
+            RAW,
+            "fp8",
+            r"copy: expected a build of precision fp8 .*, got one of fp32 .*another --out",
+        ),
+        (RAW | {"vocab_size": 320}, "fp32", r"copy: expected .*config .*another --out"),
+    ],
+    ids=["precision", "config"],
+)
+def test_another_build_is_left_alone(
+    copied_build: Path, raw: dict[str, Any], precision: Precision, message: str
+) -> None:
+    before = contents(copied_build)
+    with pytest.raises(BuildError, match=message):
+        to_onnx.export_graphs(raw, precision, copied_build)
+    assert contents(copied_build) == before
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}"])
+def test_a_damaged_spec_is_not_replaced(copied_build: Path, text: str) -> None:
+    path = copied_build / "spec.json"
+    path.write_text(text)
+    with pytest.raises(BuildError, match=r"spec.json: damaged .*remove it and export again"):
+        to_onnx.export_graphs(RAW, "fp32", copied_build)
+    assert path.read_text() == text
 
 
 @pytest.mark.slow

@@ -300,7 +300,7 @@ def test_int4_experts_become_fp8_and_the_summary_says_that_they_grow(tmp_path: P
         channels = [channels_from_wide(checkpoint.wide(name)) for name in names]
         scale = torch.cat([c.scale for c in channels]).numpy()
         assert (file[f"experts.5.{part}.scale"] == scale).all()
-        codes = torch.cat([c.weight.view(torch.uint8) for c in channels], dim=1).numpy()
+        codes = torch.cat([c.weight.view(torch.uint8) for c in channels]).numpy()
         assert (file[f"experts.5.{part}.weight"].view("uint8") == codes).all()
 
 

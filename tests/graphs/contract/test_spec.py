@@ -85,7 +85,7 @@ def test_an_absent_spec_is_an_error_that_says_how_to_make_it(tmp_path: Path) -> 
         BuildSpec.load(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"format": 3}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"format": 4}'])
 def test_a_damaged_spec_is_refused(build: Path, content: bytes) -> None:
     (build / "spec.json").write_bytes(content)
     with pytest.raises(BuildError, match=r"spec.json: damaged or incomplete .*; export again"):
@@ -94,7 +94,7 @@ def test_a_damaged_spec_is_refused(build: Path, content: bytes) -> None:
 
 Raw = dict[str, Any]
 CHANGES: dict[str, tuple[Callable[[Raw], object], str]] = {
-    "another format": (lambda raw: raw.update(format=99), "expected format 3, got 99"),
+    "another format": (lambda raw: raw.update(format=99), "expected format 4, got 99"),
     "another config": (
         lambda raw: raw["raw_config"].update(hidden_size=96),
         "config_sha256 does not match its config",

@@ -27,33 +27,33 @@ MB = 1_000_000
 
 # MB of dense, moe, experts and head, each in decode and prefill; no weight is copied in any.
 MEASURED = """
-k2               fp8  b8t128c4096     13.60  129.34   13.65  129.34    8.86   18.94    8.31   10.03
-deepseek-v3      fp8  b8t128c4096     26.86  238.85   26.86  238.85    8.86   18.94    8.31   10.03
-moonlight        fp8  b8t128c4096      9.59   38.63    9.57   38.63    8.40   11.54    8.22    8.72
-deepseek-v2-lite fp8  b8t128c4096      9.58   38.63   18.70   39.18    8.40   11.54    8.22    8.72
-k2-nano          fp8  b8t128c4096      8.49   18.89    8.48   18.85    8.22    8.57    8.20    8.25
+k2               fp8  b8t128c4096     14.31  129.34   13.92  129.34   10.99   22.17    8.31   10.03
+deepseek-v3      fp8  b8t128c4096     26.96  238.59   27.10  238.59   10.99   22.17    8.31   10.03
+moonlight        fp8  b8t128c4096     11.17   38.90   10.65   38.90   10.48   14.04    8.22    8.72
+deepseek-v2-lite fp8  b8t128c4096     11.15   38.90   20.82   41.44   10.48   14.04    8.22    8.72
+k2-nano          fp8  b8t128c4096      8.48   18.85    8.48   18.89    8.22    8.63    8.20    8.25
 k2               bf16 b8t128c4096     13.93  129.31   13.75  129.31   10.91   33.84    8.31   10.03
 deepseek-v2-lite bf16 b8t128c4096     10.88   38.61   20.70   40.52   10.45   13.58    8.22    8.72
 k2               fp32 b8t128c4096     19.24  229.13   18.65  229.13   11.13   49.05   10.47   13.91
 moonlight        fp32 b8t128c4096     12.88   59.51   12.54   59.51   10.53   14.83   10.31   11.29
-k2               fp8  b1t128c4096      9.52  129.34    9.51  129.34    8.36   18.94    8.22   10.03
-k2               fp8  b2t2c1           8.64    8.71    8.61    8.62    8.36    8.36    8.22    8.22
-k2               fp8  b64t128c4096   117.02  129.34  117.02  129.34   13.57   18.94    9.11   10.03
-k2               fp8  b8t512c4096     13.60  513.81   13.65  513.81    8.86  204.02    8.31   15.53
-k2               fp8  b8t128c32768   101.68  833.98  101.73  833.98    8.86   18.94    8.31   10.03
-k2               fp8  b16t8c4096      27.21   19.63   27.30   19.63    9.54    8.86    8.42    8.31
-k2               fp8  b32t16c1024     24.66   19.73   24.86   19.73   10.88    9.54    8.65    8.42
-k2               fp8  b16t4c128       11.41    9.12   11.51    9.04    9.54    8.53    8.42    8.25
-k2               fp8  b256t256c256    63.64   61.93   63.64   59.84  134.78  134.78   11.86   11.86
+k2               fp8  b1t128c4096     10.67  129.34   10.58  129.34   10.43   22.17    8.22   10.03
+k2               fp8  b2t2c1          10.68   10.75   10.56   10.53   10.43   10.43    8.22    8.22
+k2               fp8  b64t128c4096   116.49  129.34  117.80  129.34   16.20   22.17    9.11   10.03
+k2               fp8  b8t512c4096     14.31  513.81   13.92  513.81   10.99  258.16    8.31   15.53
+k2               fp8  b8t128c32768   102.39  833.98  102.00  833.98   10.99   22.17    8.31   10.03
+k2               fp8  b16t8c4096      28.30   19.63   27.85   19.63   11.73   10.99    8.42    8.31
+k2               fp8  b32t16c1024     24.59   20.73   25.25   19.73   13.22   11.73    8.65    8.42
+k2               fp8  b16t4c128       13.78   11.26   12.80   10.82   11.73   10.61    8.42    8.25
+k2               fp8  b256t256c256    80.94   80.81   62.07   59.84  170.04  170.04   11.86   11.86
 k2               fp32 b8t512c4096     19.24  967.64   18.65  967.64   11.13  295.88   10.47   24.92
-moonlight        fp8  b4t2048c8192     9.42 1086.86    9.41 1086.86    8.30  199.56    8.21   16.58
-moonlight        fp8  b8t512c4096      9.59  136.25    9.57  136.25    8.40  113.85    8.22   10.29
-moonlight        fp8  b8t128c131072  134.57  818.78  134.55  818.78    8.40   11.54    8.22    8.72
-moonlight        fp8  b256t256c256    28.77   30.28   23.53   26.94   14.88   14.88    9.24    9.24
-deepseek-v2-lite fp8  b8t32c512        8.90   18.04   18.72   19.72    8.40    9.03    8.22    8.32
-deepseek-v2-lite fp8  b256t256c256    28.45   29.95   28.97   27.85   14.88   14.88    9.24    9.24
-deepseek-v2-lite fp8  b1t1024c65536   21.02 3311.67   21.02 3311.67    8.24  148.17    8.20   12.39
-k2-nano          fp8  b8t32c512        8.26    8.40    8.25    8.37    8.22    8.29    8.20    8.21
+moonlight        fp8  b4t2048c8192    10.71 1086.86   10.45 1086.86   10.36  271.62    8.21   16.58
+moonlight        fp8  b8t512c4096     11.17  136.25   10.65  136.25   10.48  144.89    8.22   10.29
+moonlight        fp8  b8t128c131072  135.15  819.04  134.63  819.04   10.48   14.04    8.22    8.72
+moonlight        fp8  b256t256c256    41.36   41.81   24.25   26.94   17.84   17.84    9.24    9.24
+deepseek-v2-lite fp8  b8t32c512       11.13   19.39   20.82   22.06   10.48   11.19    8.22    8.32
+deepseek-v2-lite fp8  b256t256c256    40.70   41.16   31.38   31.57   17.84   17.84    9.24    9.24
+deepseek-v2-lite fp8  b1t1024c65536   21.02 3311.67   21.03 3311.67   10.30  192.36    8.20   12.39
+k2-nano          fp8  b8t32c512        8.26    8.47    8.25    8.38    8.22    8.30    8.20    8.21
 """
 
 
@@ -147,13 +147,13 @@ def record(spec: BuildSpec, graph: GraphName, decode: float | None) -> EngineRec
 PLANTED: list[tuple[GraphName, float, str]] = [
     ("dense", 28.48, "attention.qkv_a.weight"),
     ("dense", 32.23, "attention.q_b.weight"),
-    ("dense", 72.27, "attention.o.weight"),
-    ("dense", 145.72, "mlp.down.weight"),
-    ("dense", 277.84, "mlp.gate_up.weight or mlp.down.weight in 16 bits"),
+    ("dense", 72.42, "attention.o.weight"),
+    ("dense", 146.43, "mlp.down.weight"),
+    ("dense", 278.55, "mlp.gate_up.weight or mlp.down.weight in 16 bits"),
     ("dense", 84.79, "attention.w_uk once a sequence or attention.w_uv once a sequence"),
     ("dense", 47.12, "the cache's latent part"),
-    ("experts", 23.48, "slots.*.down.weight"),
-    ("experts", 38.19, "slots.*.gate_up.weight or slots.*.down.weight in 16 bits"),
+    ("experts", 25.63, "slots.*.down.weight"),
+    ("experts", 40.25, "slots.*.gate_up.weight or slots.*.down.weight in 16 bits"),
 ]
 
 
@@ -166,7 +166,7 @@ def test_an_excess_names_what_was_copied(graph: GraphName, decode: float, likely
     assert f"likely copied at every run: {likely} (" in str(excess)
 
 
-@pytest.mark.parametrize("decode", [13.60, None])
+@pytest.mark.parametrize("decode", [14.31, None])
 def test_an_engine_within_its_budget_or_without_a_figure_has_no_excess(
     decode: float | None,
 ) -> None:

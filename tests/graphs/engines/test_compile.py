@@ -118,8 +118,8 @@ def test_a_graph_that_breaks_a_rule_is_refused(build: Path) -> None:
     plant_a_copy(build)
     before = content_of(build / FOLDER)
     message = (
-        r"dense: 2-D linear activations: node\S+ \(FP8Linear\): attention\.o\.weight: .*58\.7 MB, "
-        r"is copied at every run .*`python -m graphs lint` lists all"
+        r"dense: 2-D linear activations: node\S+ \(FP8Linear3D\): attention\.o\.weight: "
+        r".*58\.7 MB, is copied at every run .*`python -m graphs lint` lists all"
     )
     with pytest.raises(CompileError, match=message):
         compile_build(build, TARGET)
@@ -146,7 +146,7 @@ def test_a_copied_weight_breaks_the_budget_and_is_named(
     before = engines.engines["dense"].activation_bytes["decode"]
     after = planted.engines["dense"].activation_bytes["decode"]
     assert before is not None and after is not None
-    assert after - before >= 0.99 * 8192 * 7168  # the FP8 matrix, but for scratch that it shares
+    assert after - before >= 0.98 * 8192 * 7168  # the FP8 matrix, but for scratch that it shares
     spec = BuildSpec.load(build)
     over_budget = excesses(spec, "dense", planted.engines["dense"], planted.profile)
     assert [excess.mode for excess in over_budget] == ["decode", "prefill"]
@@ -189,7 +189,7 @@ def test_every_fp8_linear_reads_fp8_as_parsed(engines: Manifest) -> None:
     fp8_products: dict[GraphName, int] = {"dense": 5, "moe": 5, "experts": 16, "head": 0}
     for graph, count in fp8_products.items():
         types = [*engines.engines[graph].matmul_inputs_as_parsed.values()]
-        assert types.count(("FP8 as BF16", "FP8 as BF16")) == count
+        assert types.count(("FP8 as FLOAT", "FP8 as FLOAT")) == count
         mixed = [pair for pair in types if len(set(pair)) > 1]
         assert mixed == []
     assert engines.engines["head"].matmul_inputs_as_parsed == {"Gemm_2": ("BF16", "BF16")}

@@ -71,12 +71,13 @@ def test_every_rule_is_in_the_order_once() -> None:
 
 
 def test_a_linear_layer_that_reads_3_dimensions(nano: Build) -> None:
-    finding = only(
-        findings(nano("fp8"), "dense", lambda model: read_in_3d(model, "attention.o.weight"))
+    """Only another product than Gemm reads them, so the rule on FP8 products speaks too."""
+    finding, other = findings(
+        nano("fp8"), "dense", lambda model: read_in_3d(model, "attention.o.weight")
     )
     linear = node_of(exported(nano("fp8"), "dense"), "FP8Linear", "attention.o.weight")
-    assert finding.rule == "2-D linear activations"
-    assert (finding.graph, finding.node) == ("dense", f"{linear.name} (FP8Linear)")
+    assert (finding.rule, other.rule) == ("2-D linear activations", "FP8 products")
+    assert (finding.graph, finding.node) == ("dense", f"{linear.name} (FP8Linear3D)")
     assert finding.fault.startswith(
         "attention.o.weight: expected an activation [tokens, in], got 3 dim"
     )
@@ -108,62 +109,47 @@ def test_a_16_bit_linear_layer_that_reads_3_dimensions(nano: Build) -> None:
     assert "lm_head.weight" in finding.fault and "is copied" in finding.consequence
 
 
-def stored_out_in(model: onnx.ModelProto) -> None:
-    """attention.o stored [out, in] and transposed in the graph."""
+def stored_in_out(model: onnx.ModelProto) -> None:
+    """attention.o stored [in, out] and transposed in the graph."""
     weight = next(i for i in model.graph.input if i.name == "attention.o.weight")
     first, second = weight.type.tensor_type.shape.dim
     first.dim_value, second.dim_value = second.dim_value, first.dim_value
     linear = node_of(model, "FP8Linear", weight.name)
-    linear.input[1] = "in_out"
-    transpose = helper.make_node("Transpose", [weight.name], ["in_out"], name="t", perm=[1, 0])
+    linear.input[1] = "out_in"
+    transpose = helper.make_node("Transpose", [weight.name], ["out_in"], name="t", perm=[1, 0])
     insert_before(model, linear, [transpose])
 
 
 def in_blocks_of_32(model: onnx.ModelProto) -> None:
-    """Every FP8 weight with a scale for each 32 rows."""
-    change_body(
-        model,
-        "FP8Linear",
-        ("DequantizeLinear<axis = 1, output_dtype = 16>(weight", BLOCKED),
-    )
-    for node in model.graph.node:
-        if node.op_type == "FP8Linear":
-            weight, scale = (
-                next(i for i in model.graph.input if i.name == name) for name in node.input[1:]
-            )
-            rows, columns = weight.type.tensor_type.shape.dim
-            scale.CopyFrom(
-                helper.make_tensor_value_info(
-                    scale.name, TensorProto.FLOAT, [-(-rows.dim_value // 32), columns.dim_value]
-                )
-            )
+    """Every FP8 weight dequantised in scale blocks of 32 rows."""
+    change_body(model, "FP8Linear", (WEIGHT, WEIGHT.replace("<", "<axis = 0, block_size = 32, ")))
 
 
-BLOCKED = "DequantizeLinear<axis = 0, block_size = 32, output_dtype = 16>(weight"
+WEIGHT = "weight_e4m3 = DequantizeLinear<output_dtype = 1>(weight"
 
 
 @pytest.mark.parametrize(
     ("surgery", "node", "fault"),
     [
         (
-            stored_out_in,
+            stored_in_out,
             "t (Transpose)",
             "attention.o.weight: expected DequantizeLinear to read it, got Transpose",
         ),
         (
             in_blocks_of_32,
             "(FP8Linear)",
-            "attention.qkv_a.weight: expected one scale an output channel, got scale blocks of 32",
+            "attention.qkv_a.weight: expected dequantisation by 1, got scale blocks of 32",
         ),
         (
             lambda model: change_body(
                 model,
                 "FP8Linear",
-                ("w_e4m3 = Deq", "turned = Deq"),
+                ("weight_e4m3 = Deq", "turned = Deq"),
                 (
-                    "product = MatMul",
+                    "product = Gemm",
                     "back = Transpose<perm = [1, 0]>(turned)\n"
-                    "w_e4m3 = Transpose<perm = [1, 0]>(back)\nproduct = MatMul",
+                    "weight_e4m3 = Transpose<perm = [1, 0]>(back)\nproduct = Gemm",
                 ),
             ),
             "(FP8Linear)",
@@ -175,40 +161,58 @@ def test_an_fp8_weight_of_another_form(
     nano: Build, surgery: Surgery, node: str, fault: str
 ) -> None:
     every = findings(nano("fp8"), "dense", surgery)
-    assert {f.rule for f in every} == {"FP8 weights [in, out] per channel"}
+    assert {f.rule for f in every} == {"FP8 products"}
     assert every[0].node.endswith(node) and every[0].fault.startswith(fault)
-    assert "is rewritten at every run" in every[0].consequence
+    assert "is widened at every run" in every[0].consequence
 
 
-FP8_PRODUCT = """g (bfloat16[M,in] x, float8e4m3fn[{weight}] w__weight, float[{scale}] w__scale)
-    => (bfloat16[{y}] y)
-    {{ one = Constant<value_float = 1.0>()
-       wide = Cast<to = 1>(x)
-       q = QuantizeLinear<output_dtype = 17>(wide, one)
-       d = DequantizeLinear<output_dtype = 16>(q, one)
-       w = DequantizeLinear<axis = {axis}, output_dtype = 16>(w__weight, w__scale)
-       y = MatMul(d, w) }}"""
+FP8_PRODUCT = """g (bfloat16[M,8] x, float8e4m3fn[16,8] w__weight, float[16] w__scale)
+    => (float[M,16] y)
+    { one = Constant<value_float = 1.0>()
+      two = Constant<value_float = 2.0>()
+      wide = Cast<to = 1>(x)
+      q = QuantizeLinear<output_dtype = 17>(wide, one)
+      d = DequantizeLinear<output_dtype = 1>(q, one)
+      w = DequantizeLinear<output_dtype = 1>(w__weight, one)
+      y = Gemm<transB = 1>(d, w) }"""
 
 
 @pytest.mark.parametrize(
-    ("weight", "scale", "axis", "fault"),
+    ("old", "new", "fault"),
     [
-        ("8,16", "16", 1, None),
-        ("8,16", "8", 0, "w.weight: expected scale [16], one an output channel, got [8]"),
+        ("", "", None),
         (
-            "16,16",
-            "16",
-            0,
-            "w.weight: expected dequantisation along axis 1 of [in, out], got axis 0",
+            "output_dtype = 1>(w__weight, one)",
+            "axis = 0, output_dtype = 1>(w__weight, w__scale)",
+            "expected dequantisation by 1, got a scale w.scale",
         ),
-        ("3,8,16", "8", 1, "w.weight: expected [in, out], got 3 dimensions"),
+        ("(w__weight, one)", "(w__weight, two)", "expected dequantisation by 1, got a scale two"),
+        ("(q, one)", "(q, two)", "expected dequantisation by 1, got a scale two"),
+        (
+            "output_dtype = 1>(w__weight",
+            "output_dtype = 16>(w__weight",
+            "expected dequantisation to fp32, got BFLOAT16",
+        ),
+        (
+            "float8e4m3fn[16,8]",
+            "float8e4m3fn[3,16,8]",
+            "expected [out, in], got 3 dimensions",
+        ),
+        (
+            "Gemm<transB = 1>(d, w)",
+            "Gemm<transB = 0>(d, w)",
+            "expected Gemm with transB, which reads [out, in], got another product",
+        ),
+        ("(d, w)", "(wide, w)", "expected an activation dequantised from FP8, got Cast"),
     ],
 )
-def test_the_forms_of_an_fp8_weight(weight: str, scale: str, axis: int, fault: str | None) -> None:
-    y = "3,M,16" if weight.startswith("3") else "M,16"
-    model = parse(FP8_PRODUCT.format(weight=weight, scale=scale, axis=axis, y=y))
+def test_the_forms_of_an_fp8_weight(old: str, new: str, fault: str | None) -> None:
+    """What compiles to an FP8 product, and what to one of 16 or 32 bits."""
+    assert old in FP8_PRODUCT
+    model = parse(FP8_PRODUCT.replace(old, new) if old else FP8_PRODUCT)
     every = lint_graph(LintGraph.from_model("g", model, {}))
-    assert [f.fault for f in every if f.rule.startswith("FP8")] == ([fault] if fault else [])
+    faults = [f.fault for f in every if f.rule == "FP8 products"]
+    assert faults == ([f"w.weight: {fault}"] if fault else [])
 
 
 def test_two_products_of_one_quantised_activation(nano: Build) -> None:
@@ -226,13 +230,12 @@ def test_two_products_of_one_quantised_activation(nano: Build) -> None:
 
 
 def test_two_products_of_one_q_dq() -> None:
-    text = FP8_PRODUCT.format(weight="8,16", scale="16", axis=1, y="M,16")
-    text = text.replace("w__scale)\n", "w__scale, float8e4m3fn[8,16] v__weight)\n", 1)
+    text = FP8_PRODUCT.replace("w__scale)\n", "w__scale, float8e4m3fn[16,8] v__weight)\n", 1)
     text = text.replace(
-        "y = MatMul(d, w)",
-        """v = DequantizeLinear<axis = 1, output_dtype = 16>(v__weight, w__scale)
-        yw = MatMul(d, w)
-        yv = MatMul(d, v)
+        "y = Gemm<transB = 1>(d, w)",
+        """v = DequantizeLinear<output_dtype = 1>(v__weight, one)
+        yw = Gemm<transB = 1>(d, w)
+        yv = Gemm<transB = 1>(d, v)
         y = Add(yw, yv)""",
     )
     finding = only(lint_graph(LintGraph.from_model("g", parse(text), {})))
@@ -472,7 +475,8 @@ def test_the_command_warns_of_ranges_and_fails_on_a_broken_rule(
     code, lines = run_lint(build)
     assert code == 1
     assert lines[0].startswith("error: dense: 2-D linear activations: node")
-    assert lines[1:] == [
-        f"{build}: 11 rules, 4 graphs, 1 errors; no goldens, so no ranges; make them with "
+    assert lines[1].startswith("error: dense: FP8 products: node")
+    assert lines[2:] == [
+        f"{build}: 11 rules, 4 graphs, 2 errors; no goldens, so no ranges; make them with "
         "`python -m export golden`"
     ]

@@ -13,9 +13,11 @@ import onnx.defs
 import pytest
 import torch
 from onnx import TensorProto, helper
-from torch import Tensor
+from torch import Tensor, nn
 
 from export.checkpoint.block_fp8 import channels_from_wide
+from export.checkpoint.open import Checkpoint
+from export.golden.rounded import RoundedLinear, round_bf16, rounded_reference
 from export.packing.layer_weights import to_numpy
 from export.reference.attention import Attention, LatentRows, Taps, causal_mask
 from export.reference.rope import rope_tables
@@ -26,8 +28,10 @@ from graphs.ops.fp8_linear import fp8_linear
 from graphs.ops.latent_attention import latent_attention
 from graphs.ops.rope import rope
 from graphs.ops.topk_gate import topk_gate
+from graphs.parity.compare import relative_rms
 from graphs.passes.attach_functions import OPS, attach_functions
 from graphs.session import open_session, run
+from tests.support.builds import NANO
 from tests.support.helpers import random_state, tiny_config
 
 CONFIG = ModelConfig.from_dict(tiny_config())
@@ -244,8 +248,40 @@ def test_fp8_linear_body(rows: int) -> None:
     x, weight, scale = fp8_inputs(rows)
     expected = fp8_linear.reference(x.float(), weight, scale)
     close(run_body(fp8_linear, x, weight, scale)[0], expected)
-    unrounded = x.float() @ (weight.float() * scale)
+    unrounded = x.float() @ (weight.float() * scale[:, None]).T
     assert (expected - unrounded).norm() > 0.01 * unrounded.norm()
+
+
+def test_every_linear_layer_gives_what_the_reference_gives_for_its_input() -> None:
+    """Of k2-nano; stored in bf16, too, where the reference is rounded once."""
+    model = rounded_reference(Checkpoint.open(NANO), "fp8")
+    calls: dict[str, tuple[RoundedLinear, Tensor]] = {}
+
+    def note(name: str) -> Callable[[nn.Module, tuple[Tensor]], None]:
+        def hook(module: nn.Module, inputs: tuple[Tensor]) -> None:
+            assert isinstance(module, RoundedLinear)
+            calls[name] = module, inputs[0].reshape(-1, inputs[0].shape[-1])
+
+        return hook
+
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, RoundedLinear)}
+    for name, module in linears.items():
+        module.register_forward_pre_hook(note(name))
+    with torch.inference_mode():
+        model(torch.arange(32)[None] * 7)
+    config = model.config
+    moe = config.num_hidden_layers - config.first_k_dense_replace
+    assert len([n for n in calls if ".experts." not in n]) == len(linears) - 3 * moe * (
+        config.n_routed_experts
+    )
+    for name, (module, given) in calls.items():
+        x = round_bf16(given) if module.bf16_input else given
+        weight = module.weight.to(torch.float8_e4m3fn)
+        expected = fp8_linear.reference(x, weight, module.scale)
+        (y,) = run_body(fp8_linear, x, weight, module.scale)
+        stored = relative_rms(y.bfloat16().float().numpy(), expected.bfloat16().float().numpy())
+        assert relative_rms(y.numpy(), expected.numpy()) <= 5e-7, name
+        assert stored <= 1e-4, name
 
 
 def test_fp8_linear_keeps_zeros_and_never_overflows() -> None:
@@ -260,7 +296,7 @@ def test_fp8_linear_keeps_zeros_and_never_overflows() -> None:
     for row in (1, 2, 3):
         close(result[row], expected[row])
     # beside 1e6 nothing below half of 448's smallest subnormal is left, but the peak is exact
-    product = x[2, 7].float() * weight[7].float() * scale
+    product = x[2, 7].float() * weight[:, 7].float() * scale
     assert ((expected[2] - product).norm() / product.norm()) < 0.01
     assert (result[4].abs() <= 1e-33).all()
 

@@ -151,7 +151,7 @@ def test_rope_rows_of_a_weight_not_in_half_layout(build: Path, twice: bool) -> N
         weight, scale = "attention.qkv_a.weight", "attention.qkv_a.scale"
         if scale in tensors:
             tensors[scale] = tensors[scale][rows]
-            tensors[weight] = np.ascontiguousarray(tensors[weight][:, rows])
+            tensors[weight] = np.ascontiguousarray(tensors[weight][rows])
         else:
             tensors[weight] = tensors[weight][rows]
 
@@ -271,12 +271,10 @@ def test_a_scale_grid_transposed(build: Path, layer: int, module: str, tap: str)
         if scale not in tensors:
             tensors[weight] = tensors[weight] / ratio[:, : tensors[weight].shape[1]]
             return
-        wide = tensors[weight].astype(np.float32).T * tensors[scale][:, None]
+        wide = tensors[weight].astype(np.float32) * tensors[scale][:, None]
         wide = wide / ratio[:, : wide.shape[1]]
         tensors[scale] = np.abs(wide).max(axis=1) / np.float32(448)
-        tensors[weight] = np.ascontiguousarray((wide / tensors[scale][:, None]).T).astype(
-            tensors[weight].dtype
-        )
+        tensors[weight] = (wide / tensors[scale][:, None]).astype(tensors[weight].dtype)
 
     edit_file(build / layer_file(layer), edit)
     fragment = graph_parity(build, threads=1)
