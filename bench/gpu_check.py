@@ -2,7 +2,8 @@
 
 The tests are those of the suite that run on every backend, here on TensorRT and on ONNX Runtime's
 CUDA provider, and those of the GPU's memory. Parity compiles the engines of each build for this GPU
-first. Without a GPU there is nothing to check, which is an error.
+first, and reads from them which products are of FP8. Without a GPU there is nothing to check, which
+is an error.
 """
 
 import subprocess
@@ -15,15 +16,20 @@ from pathlib import Path
 from typing import Annotated, Any
 from xml.etree import ElementTree
 
+import onnx
 import typer
 from rich.table import Table
 
 from graphs.cli import make_app, run, wide_console
-from graphs.contract.manifest import Compiler
+from graphs.contract.manifest import Compiler, Manifest
 from graphs.contract.shapes import CompileError
 from graphs.contract.spec import BuildSpec
 from graphs.engines.compile import compile_build
+from graphs.engines.inspector import inspect_engine, inspected_faults
+from graphs.engines.lint_rules.graph import LintGraph
+from graphs.engines.program import LinearLayers
 from graphs.engines.targets import LEAST_TARGET, TARGETS
+from graphs.engines.tensorrt import load_tensorrt
 from runtime.devices.base import DeviceError
 from runtime.devices.cuda import CudaDevice
 from runtime.load import load_chain
@@ -76,7 +82,10 @@ def parity(build: Path, gpu: CudaDevice) -> Iterator[CheckRow]:
         what, start = f"parity, {spec.precision}, {name}", time.perf_counter()
         try:
             if options["backend"] == "tensorrt":
-                options["engines"] = build / compile_build(build, "auto", None, compiler).folder
+                manifest = compile_build(build, "auto", None, compiler)
+                options["engines"] = build / manifest.folder
+                if spec.precision == "fp8":
+                    yield fp8_products(build, manifest)
             findings = runtime_parity(load_chain(build, **options), build)
         except PROBLEMS as e:
             yield CheckRow(what, 0, 1, 0, time.perf_counter() - start, " ".join(str(e).split()))
@@ -85,6 +94,28 @@ def parity(build: Path, gpu: CudaDevice) -> Iterator[CheckRow]:
         remark = f"first: {failed[0].tap} of {failed[0].case}" if failed else ""
         passed = len(findings.rows) - len(failed)
         yield CheckRow(what, passed, len(failed), 0, time.perf_counter() - start, remark)
+
+
+def fp8_products(build: Path, manifest: Manifest) -> CheckRow:
+    """The FP8 layers that the engines multiply as FP8 by FP8, read from the engines."""
+    start, spec, folder = time.perf_counter(), BuildSpec.load(build), build / manifest.folder
+    faults: list[str] = []
+    count = 0
+    for graph, record in manifest.engines.items():
+        model = onnx.load_from_string(spec.onnx_bytes(build, graph))
+        layers = LinearLayers.from_graph(LintGraph.from_model(graph, model, {}))
+        count += len(layers.fp8)
+        if record.programs:  # compiled without a fault
+            continue
+        if manifest.compiler == "rtx":
+            faults += [f"{layer}: {record.not_read}" for layer in layers.fp8]
+            continue
+        engine = manifest.engine_bytes(folder, graph, spec.graphs[graph].sha256)
+        inspected = inspect_engine(load_tensorrt(manifest.compiler), engine)
+        faults += [f"{graph}: {fault}" for fault in inspected_faults(inspected, layers)]
+    what, remark = f"FP8 products ({manifest.compiler})", f"first: {faults[0]}" if faults else ""
+    passed, seconds = count - len(faults), time.perf_counter() - start
+    return CheckRow(what, passed, len(faults), 0, seconds, remark)
 
 
 app = make_app(__doc__.splitlines()[0])

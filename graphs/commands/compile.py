@@ -12,7 +12,8 @@ from graphs.cli import wide_console
 from graphs.contract.manifest import ENGINE_MODES, Compiler, EngineRecord, Manifest, Profile
 from graphs.contract.spec import GRAPHS, BuildSpec, GraphName
 from graphs.engines.activation_budget import excesses
-from graphs.engines.compile import BuildProgress, compile_build
+from graphs.engines.compile import compile_build
+from graphs.engines.processes import BuildProgress
 from graphs.engines.table import engine_table
 from graphs.engines.targets import TARGETS
 
@@ -63,6 +64,9 @@ def compile(
     for name, engine in manifest.engines.items():
         for excess in excesses(spec, name, engine, manifest.profile):
             console.print(f"warning: {excess}", soft_wrap=True)
+    for name, engine in manifest.engines.items():
+        if engine.not_read:
+            console.print(f"warning: {name}: {engine.not_read}", soft_wrap=True)
     if missing := [name for name in GRAPHS if name not in manifest.engines]:
         console.print(f"not built, or stale: {', '.join(missing)}")
 
@@ -72,7 +76,8 @@ def table(
         list[Path], typer.Argument(help="Manifests: build/MODEL/PRECISION/FOLDER/manifest.json.")
     ],
 ) -> None:
-    """Print compiled engines as a Markdown table: sizes and activation memory of each."""
+    """Print compiled engines as a Markdown table: sizes, activation memory, launches and FP8
+    products of each."""
     print(engine_table(manifests))
 
 
@@ -110,7 +115,9 @@ class _Display:
             activation = ", ".join(f"{_mb(event.activation_bytes[m])} {m}" for m in ENGINE_MODES)
             self.console.print(
                 f"{graph}: {event.seconds:.1f} s, engine {_mb(event.bytes)}, "
-                f"activation {activation}"
+                f"activation {activation}, launches {event.launches('decode')} decode, "
+                f"{event.launches('prefill')} prefill, FP8 products {event.fp8_products}",
+                soft_wrap=True,
             )
 
 
@@ -121,7 +128,8 @@ def _engine_table(manifest: Manifest) -> Table:
         f"1 × {p.tokens} tokens, on up to {p.context} cached rows"
     )
     table.add_column("graph")
-    for column in ("seconds", "peak memory", "engine", *(f"activation, {m}" for m in ENGINE_MODES)):
+    columns = ("seconds", "peak memory", "engine", *(f"activation, {m}" for m in ENGINE_MODES))
+    for column in (*columns, *(f"launches, {m}" for m in ENGINE_MODES), "FP8 products"):
         table.add_column(column, justify="right")
     for graph, engine in manifest.engines.items():
         sizes = (
@@ -129,7 +137,9 @@ def _engine_table(manifest: Manifest) -> Table:
             engine.bytes,
             *(engine.activation_bytes[m] for m in ENGINE_MODES),
         )
-        table.add_row(graph, f"{engine.seconds:.1f}", *map(_mb, sizes))
+        launches = (engine.launches(mode) for mode in ENGINE_MODES)
+        row = (f"{engine.seconds:.1f}", *map(_mb, sizes), *launches, engine.fp8_products)
+        table.add_row(graph, *row)
     return table
 
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from graphs.contract.files import write_text
+from graphs.contract.program import Program
 from graphs.contract.spec import BuildError, GraphName, load_record
 
-MANIFEST_FORMAT = 2
+MANIFEST_FORMAT = 3
 
 Compiler = Literal["rtx", "tensorrt"]
 Bounds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # least, usual, greatest shape
@@ -48,8 +49,7 @@ class EngineRecord:
     `shapes` bounds every dynamic input as (least, usual, greatest). `activation_bytes` and
     `weight_bytes` are the builder's own figures, None where it logged none; `budget_bytes` is what
     the first may be where nothing is copied (graphs/engines/activation_budget.py).
-    `matmul_inputs_as_parsed` are the types of the parsed network: those of the built engine need a
-    GPU to read.
+    `programs` is what was read from the engine; where it is empty, `not_read` says why.
     """
 
     file: str
@@ -61,9 +61,24 @@ class EngineRecord:
     activation_bytes: dict[EngineMode, int | None]
     budget_bytes: dict[EngineMode, int]
     weight_bytes: int | None
-    matmul_inputs_as_parsed: dict[str, tuple[str, ...]]
+    programs: dict[EngineMode, Program]
+    not_read: str
     seconds: float
     peak_resident_bytes: int
+
+    def launches(self, mode: EngineMode) -> str:
+        """How many launches a step of this mode takes, or "not read"."""
+        program = self.programs.get(mode)
+        return "not read" if program is None else str(program.launch_count)
+
+    @property
+    def fp8_products(self) -> str:
+        """FP8 products and FP8 layers, as "5 of 5", the fewer of the modes; or "not read"."""
+        programs = self.programs.values()
+        if not programs:
+            return "not read"
+        layers = max(len(program.fp8_layers) for program in programs)
+        return f"{min(p.fp8_products for p in programs)} of {layers}" if layers else "–"
 
 
 @dataclass(frozen=True)

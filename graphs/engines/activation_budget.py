@@ -4,8 +4,7 @@ The builder says one figure a profile: the most that buffers alive at one time t
 sign of a copy on a machine without a GPU, and it depends on the profile. So it is held against a
 budget, computed from the config:
 
-- every graph: a workspace for matrix products, whose size does not grow; a block has a second one
-  in prefill, with many rows, and for a softmax gate, whose product is fp32;
+- every graph: a workspace for matrix products, whose size does not grow;
 - a block at its linear layers: the rows' widest values there, which are fp32 after an FP8 product;
   and, with a smaller workspace in fp8, one buffer of scores;
 - a block at its softmax: three buffers of scores (keys × tokens × heads, of one query block)
@@ -24,6 +23,7 @@ falls below their own size, and shows nothing.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from graphs.contract.config import ModelConfig
 from graphs.contract.manifest import ENGINE_MODES, EngineMode, EngineRecord, Profile
@@ -32,9 +32,10 @@ from graphs.contract.spec import BuildSpec, GraphName, Precision
 from graphs.contract.tensorfile import DTYPES
 from graphs.ops.latent_attention import QUERY_BLOCKS
 
-WORKSPACE = 10_240_000  # of an FP8 or fp32 product
-AT_SCORES: dict[Precision, int] = {"fp32": WORKSPACE, "bf16": WORKSPACE, "fp8": 8_192_000}
-FEW_ROWS = 8  # with one workspace
+WORKSPACE = 10_240_000  # of a matrix product
+# Of those of attention and head, which are bf16 in an fp8 build.
+ATTENTION_WORKSPACE: dict[Precision, int] = {"fp32": WORKSPACE, "bf16": WORKSPACE, "fp8": 8_192_000}
+Estimate = Literal["mostly", "at most", "at a linear layer"]
 MARGIN = 1.1  # by which an engine may exceed what is expected at most
 
 
@@ -61,7 +62,7 @@ def expected_activation(
     spec: BuildSpec, graph: GraphName, mode: EngineMode, profile: Profile
 ) -> int:
     """Bytes that a run takes at most where nothing is copied, as far as was seen."""
-    return _estimate(spec, graph, mode, profile, at_most=True)
+    return _estimate(spec, graph, mode, profile, "at most")
 
 
 def activation_budget(spec: BuildSpec, graph: GraphName, mode: EngineMode, profile: Profile) -> int:
@@ -70,27 +71,27 @@ def activation_budget(spec: BuildSpec, graph: GraphName, mode: EngineMode, profi
 
 
 def _estimate(
-    spec: BuildSpec, graph: GraphName, mode: EngineMode, profile: Profile, at_most: bool
+    spec: BuildSpec, graph: GraphName, mode: EngineMode, profile: Profile, what: Estimate
 ) -> int:
-    """Bytes that a run takes, mostly or at most."""
+    """Bytes that a run takes: mostly, at most, or at least at a linear layer, with no scores."""
     c = spec.config
     sizes = {name: most for name, (_, _, most) in dimension_ranges(mode, profile).items()}
     rows, act = sizes["rows"], 4 if spec.precision == "fp32" else 2
     gate_up = 4 if spec.precision == "fp8" else act  # an FP8 product is fp32 until it is scaled
-    D, workspace, at_scores = c.hidden_size, WORKSPACE, AT_SCORES[spec.precision]
+    D, attention_workspace = c.hidden_size, ATTENTION_WORKSPACE[spec.precision]
     if graph == "head":
-        return workspace + rows * D * act
+        return attention_workspace + rows * D * act
     if graph == "experts":
         slot = 8 * D + act * D + (act + 2 * gate_up) * c.moe_intermediate_size
-        return workspace + _slots_at_once(rows, spec.slots) * rows * slot
+        return WORKSPACE + _slots_at_once(rows, spec.slots) * rows * slot
+    if what == "at a linear layer":
+        return WORKSPACE
     queries = sizes["batch"] * math.ceil(sizes["tokens"] / QUERY_BLOCKS)  # of the greatest one
     scores = queries * (sizes["context"] + sizes["tokens"]) * c.num_attention_heads * act
     attention, linear = _row_bytes(c, graph, act, gate_up)
-    at_softmax = 3 * scores + (max(at_scores, scores) if at_most else 0) + rows * attention
-    softmax_gate = graph == "moe" and c.scoring_func == "softmax"
-    if mode == "prefill" or rows > FEW_ROWS or softmax_gate:
-        workspace, at_scores = workspace + WORKSPACE, at_scores + WORKSPACE
-    at_linears = max(workspace, at_scores + scores) + rows * max(attention, linear)
+    more = max(attention_workspace, scores) if what == "at most" else 0
+    at_softmax = 3 * scores + more + rows * attention
+    at_linears = max(WORKSPACE, attention_workspace + scores) + rows * max(attention, linear)
     return max(at_linears, at_softmax)
 
 
@@ -117,26 +118,43 @@ def excesses(
         activation, budget = engine.activation_bytes[mode], engine.budget_bytes[mode]
         if activation is None or activation <= budget:
             continue
-        copied = activation - _estimate(spec, graph, mode, profile, at_most=False)
         copies = list(_copies(spec, graph, mode, profile))
-        size = min((size for _, size in copies), key=lambda size: abs(size - copied))
-        likely = " or ".join(name for name, n in copies if n == size)
+        size = min(copies, key=lambda copy: abs(copy.activation - activation)).size
+        likely = " or ".join(copy.name for copy in copies if copy.size == size)
         over.append(Excess(graph, mode, activation, budget, likely, size))
     return over
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """Something that could be copied, its bytes, and what a run would take with them."""
+
+    name: str
+    size: int
+    activation: int
+
+
 def _copies(
     spec: BuildSpec, graph: GraphName, mode: EngineMode, profile: Profile
-) -> Iterator[tuple[str, int]]:
-    """Each thing that could be copied, and its bytes: the cache, or a matrix in several forms."""
+) -> Iterator[_Copy]:
+    """Each thing that could be copied: the cache, or a matrix in several forms."""
+    for name, size, dims in _copied(spec, graph, mode, profile):
+        what: Estimate = "at a linear layer" if dims == 2 else "mostly"
+        yield _Copy(name, size, size + _estimate(spec, graph, mode, profile, what))
+
+
+def _copied(
+    spec: BuildSpec, graph: GraphName, mode: EngineMode, profile: Profile
+) -> Iterator[tuple[str, int, int]]:
+    """Names, bytes and dimensions."""
     c = spec.config
     sizes = {name: most for name, (_, _, most) in dimension_ranges(mode, profile).items()}
     for tensor in spec.graphs[graph].inputs:
         name, itemsize = tensor.name, DTYPES[tensor.dtype][1].itemsize
         if name == "context":
             cache = math.prod(tensor.shape(sizes)) * itemsize
-            yield "the cache", cache
-            yield "the cache's latent part", cache // c.cache_width * c.kv_lora_rank
+            yield "the cache", cache, 3
+            yield "the cache's latent part", cache // c.cache_width * c.kv_lora_rank, 3
         if tensor.kind != "weight" or len(tensor.dims) == 1:
             continue
         if name.startswith("slots."):  # all alike
@@ -149,6 +167,7 @@ def _copies(
             ways[f"{name} in 16 bits"] = 2 * size
         if len(tensor.dims) == 3:
             ways[f"{name} once a sequence"] = sizes["batch"] * size
-        yield from ways.items()
+        dims = len(tensor.dims)
+        yield from ((way, n, dims) for way, n in ways.items())
         if graph == "experts":
-            yield from ((f"{way} of every slot", spec.slots * n) for way, n in ways.items())
+            yield from ((f"{way} of every slot", spec.slots * n, dims) for way, n in ways.items())

@@ -2,24 +2,19 @@
 
 A graph that breaks a rule of `graphs.engines.lint` is refused before TensorRT sees it.
 
-Each engine is built in a fresh process, two at a time: Polygraphy fixes its flavour at import, a
-builder that aborts takes only its own process along, and its peak memory is its own. Nothing is
-written until every engine asked for is built, and the manifest is written last: were this ended in
-between, an engine would not have the hash that the manifest gives, and be refused.
+So is an engine whose compiled program is not what was to be compiled (graphs.engines.program).
+
+Nothing is written until every engine asked for is built, and the manifest is written last: were
+this ended in between, an engine would not have the hash that the manifest gives, and be refused.
 
 Nothing is skipped here: Make decides which graphs are stale and names them. Engines of other graphs
 stay in the manifest where their ONNX file and their own bytes are still what it says.
 """
 
 import hashlib
-import multiprocessing
-import signal
-import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -27,49 +22,24 @@ import onnx
 from graphs.contract.files import replacing
 from graphs.contract.manifest import (
     ENGINE_MODES,
-    Bounds,
     Compiler,
     EngineMode,
     EngineRecord,
     Manifest,
     Profile,
 )
+from graphs.contract.program import Program
 from graphs.contract.shapes import CompileError, check_profile, input_bounds
 from graphs.contract.spec import GRAPHS, BuildError, BuildSpec, GraphName, GraphSpec
 from graphs.engines.activation_budget import activation_budget
 from graphs.engines.lint import lint_model
+from graphs.engines.lint_rules.graph import LintGraph
+from graphs.engines.processes import BuildJob, BuildProgress, EngineBuild, build_all
+from graphs.engines.program import LinearLayers, ProgramTextError, read_programs
 from graphs.engines.targets import resolve_target
-from graphs.engines.tensorrt import BuiltEngine, TensorRTError, build_engine, versions
-from graphs.passes.inline import inline
-
-PARALLEL = 2
-
-
-@dataclass(frozen=True)
-class BuildProgress:
-    """The progress of a build: the share done, and the running phase's name."""
-
-    share: float
-    phase: str
-
+from graphs.engines.tensorrt import MODULES
 
 OnBuildEvent = Callable[[GraphName, BuildProgress | EngineRecord], None]
-
-
-@dataclass(frozen=True)
-class _Job:
-    onnx_bytes: bytes
-    shapes: dict[EngineMode, dict[str, Bounds]]
-    compiler: Compiler
-    capability: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class _Built:
-    engine: BuiltEngine
-    versions: dict[str, str]
-    seconds: float
-    peak_resident_bytes: int
 
 
 def compile_build(
@@ -92,7 +62,7 @@ def compile_build(
     check_profile(profile)
     sm = resolve_target(target, compiler, spec.precision)
     jobs = {
-        graph: _Job(
+        graph: BuildJob(
             spec.onnx_bytes(build, graph),
             {mode: input_bounds(spec.graphs[graph], mode, profile) for mode in ENGINE_MODES},
             compiler,
@@ -105,19 +75,20 @@ def compile_build(
     records: dict[GraphName, EngineRecord] = {}
     engines: dict[GraphName, bytes] = {}
 
-    def progress(graph: GraphName, event: BuildProgress | _Built) -> None:
-        if isinstance(event, _Built):
+    def progress(graph: GraphName, event: BuildProgress | EngineBuild) -> None:
+        if isinstance(event, EngineBuild):
             engines[graph] = event.engine.data
             budget = {m: activation_budget(spec, graph, m, profile) for m in ENGINE_MODES}
             records[graph] = _record(spec.graphs[graph], jobs[graph], event, budget)
+            _refuse_faults(records[graph], graph)
         report(graph, event if isinstance(event, BuildProgress) else records[graph])
 
-    _build_all(jobs, progress)
+    build_all(jobs, progress)
     manifest = Manifest(compiler, f"sm{sm}", profile, records)
     return _write(build / manifest.folder, manifest, engines, spec)
 
 
-def _refuse_slow(jobs: Mapping[GraphName, _Job]) -> None:
+def _refuse_slow(jobs: Mapping[GraphName, BuildJob]) -> None:
     """Raises CompileError where a graph breaks a rule, BuildError where a file is no graph."""
     findings = [
         f for graph, job in jobs.items() for f in lint_model(graph, job.onnx_bytes, job.shapes)
@@ -127,79 +98,11 @@ def _refuse_slow(jobs: Mapping[GraphName, _Job]) -> None:
         raise CompileError(f"{findings[0]}{more} (`python -m graphs lint` lists all)")
 
 
-def _build_all(
-    jobs: Mapping[GraphName, _Job], progress: Callable[[GraphName, BuildProgress | _Built], None]
-) -> None:
-    """Run the jobs, PARALLEL at a time; the first failure ends the others."""
-    context = multiprocessing.get_context("spawn")
-    waiting = list(jobs)
-    running: dict[Connection, tuple[GraphName, BaseProcess]] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < PARALLEL:
-                graph = waiting.pop(0)
-                receiver, sender = context.Pipe(duplex=False)
-                child = context.Process(target=_build_one, args=(jobs[graph], sender))
-                child.start()
-                sender.close()
-                running[receiver] = graph, child
-            for pipe in wait(list(running)):
-                assert isinstance(pipe, Connection)
-                graph, process = running[pipe]
-                event = _receive(pipe, graph, process)
-                progress(graph, event)
-                if isinstance(event, _Built):
-                    process.join()
-                    del running[pipe]
-    finally:
-        for _, process in running.values():
-            process.terminate()
-            process.join()
-
-
-def _receive(pipe: Connection, graph: GraphName, process: BaseProcess) -> BuildProgress | _Built:
-    try:
-        event: BuildProgress | _Built | TensorRTError = pipe.recv()
-    except EOFError as e:
-        process.join()
-        raise CompileError(
-            f"{graph}: the builder's process ended with exit code {process.exitcode} and no engine"
-        ) from e
-    if isinstance(event, TensorRTError):
-        raise CompileError(f"{graph}: {event}") from event
-    return event
-
-
-def _build_one(job: _Job, pipe: Connection) -> None:
-    """Build in a process of its own; send BuildProgress, then a _Built or the error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process on Ctrl-C
-    start = time.perf_counter()
-    try:
-        model = inline(onnx.load_from_string(job.onnx_bytes))
-        engine = build_engine(
-            model.SerializeToString(),
-            [job.shapes[mode] for mode in ENGINE_MODES],
-            job.compiler,
-            job.capability,
-            lambda share, phase: pipe.send(BuildProgress(share, phase)),
-        )
-        seconds = round(time.perf_counter() - start, 3)
-        pipe.send(_Built(engine, versions(job.compiler), seconds, _peak_resident_bytes()))
-    except TensorRTError as e:
-        pipe.send(e)
-
-
-def _peak_resident_bytes() -> int:
-    """This program's peak memory: ru_maxrss would start at what the parent had when it forked."""
-    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    peak = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(peak.split()[1]) * 1024
-
-
 def _record(
-    graph: GraphSpec, job: _Job, built: _Built, budget: dict[EngineMode, int]
+    graph: GraphSpec, job: BuildJob, built: EngineBuild, budget: dict[EngineMode, int]
 ) -> EngineRecord:
     engine = built.engine
+    programs, not_read = _programs(graph.name, job, built)
     return EngineRecord(
         file=f"{graph.name}.engine",
         sha256=hashlib.sha256(engine.data).hexdigest(),
@@ -210,10 +113,35 @@ def _record(
         activation_bytes=dict(zip(ENGINE_MODES, engine.activation_bytes, strict=True)),
         budget_bytes=budget,
         weight_bytes=engine.weight_bytes,
-        matmul_inputs_as_parsed=engine.matmul_inputs,
+        programs=programs,
+        not_read=not_read,
         seconds=built.seconds,
         peak_resident_bytes=built.peak_resident_bytes,
     )
+
+
+def _programs(
+    name: GraphName, job: BuildJob, built: EngineBuild
+) -> tuple[dict[EngineMode, Program], str]:
+    """What the engine runs in each mode; or nothing, and why it was not read."""
+    package = MODULES[job.compiler]
+    version = f"{package} {built.versions[package]}"
+    if job.compiler == "tensorrt":
+        return {}, f"not read: {version}, whose engines are inspected by `make gpu-check`"
+    graph = LintGraph.from_model(name, onnx.load_from_string(job.onnx_bytes), {})
+    layers, modes = LinearLayers.from_graph(graph), len(ENGINE_MODES)
+    try:
+        programs = read_programs(built.engine.data, layers, modes)
+    except ProgramTextError as e:
+        return {}, f"not read: {version}: {e}"
+    return dict(zip(ENGINE_MODES, programs, strict=True)), ""
+
+
+def _refuse_faults(record: EngineRecord, graph: GraphName) -> None:
+    """Raises CompileError where the compiled program is not what was to be compiled."""
+    for mode, program in record.programs.items():
+        if faults := program.faults():
+            raise CompileError(f"{graph}: {mode}, as compiled: {'; '.join(faults)}")
 
 
 def _write(

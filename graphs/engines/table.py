@@ -7,7 +7,12 @@ from pathlib import Path
 from graphs.contract.manifest import ENGINE_MODES, EngineRecord, Manifest
 from graphs.contract.spec import GRAPHS, BuildError, GraphName
 
-HEAD = ("model", "engine", "file, MB", *(f"activation, {mode}, MB" for mode in ENGINE_MODES))
+HEAD = (
+    *("model", "engine", "file, MB"),
+    *(f"activation, {mode}, MB" for mode in ENGINE_MODES),
+    *(f"launches, {mode}" for mode in ENGINE_MODES),
+    "FP8 products",
+)
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,13 @@ def _cells(manifests: dict[str, Manifest], graph: GraphName) -> Iterable[str]:
 
 def _figures(record: EngineRecord | None) -> list[str]:
     if record is None:
-        return ["–"] * (1 + len(ENGINE_MODES))
+        return ["–"] * len(HEAD[2:])
     sizes = (record.bytes, *(record.activation_bytes[mode] for mode in ENGINE_MODES))
-    return ["–" if size is None else f"{size / 1e6:.1f}" for size in sizes]
+    return [
+        *("–" if size is None else f"{size / 1e6:.1f}" for size in sizes),
+        *(record.launches(mode) for mode in ENGINE_MODES),
+        record.fp8_products,
+    ]
 
 
 def _row(cells: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ its own (graphs.engines.compile gives it one). Importing this module imports non
 How engines are run is for runtime/backends/engine.py, which is given what `load_tensorrt` returns.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import logging
@@ -44,7 +45,6 @@ class BuiltEngine:
     data: bytes
     activation_bytes: tuple[int | None, ...]
     weight_bytes: int | None
-    matmul_inputs: dict[str, tuple[str, ...]]
 
 
 def load_tensorrt(compiler: Compiler) -> Any:
@@ -74,11 +74,10 @@ def build_engine(
     backend = _load_polygraphy(compiler, log)
     try:
         network = backend.NetworkFromOnnxBytes(onnx_bytes, strongly_typed=True)()
-        config = _config(compiler, capability)(
+        config = _config(trt, compiler, capability)(
             profiles=[_profile(backend, profile, network[1]) for profile in profiles],
             progress_monitor=_monitor(trt, report),
         )
-        matmul_inputs = _matmul_inputs(trt, network[1])
         data = bytes(backend.EngineBytesFromNetwork(network, config)())
     except Exception as e:  # Polygraphy's own exception type, or pybind's
         reason = "; ".join(log.errors[-3:]) or str(e)
@@ -89,7 +88,6 @@ def build_engine(
         data,
         tuple(activations) if len(activations) == len(profiles) else (None,) * len(profiles),
         weights[0] if len(weights) == 1 else None,
-        matmul_inputs,
     )
 
 
@@ -136,12 +134,26 @@ def _load_polygraphy(compiler: Compiler, log: _Log) -> Any:
     return importlib.import_module("polygraphy.backend.trt")
 
 
-def _config(compiler: Compiler, capability: tuple[int, int]) -> Callable[..., Any]:
+def _config(trt: Any, compiler: Compiler, capability: tuple[int, int]) -> Callable[..., Any]:
+    """Polygraphy's configuration; a block's launches are a chain, so a second stream only waits."""
     if compiler == "tensorrt":
-        create: Callable[..., Any] = importlib.import_module("polygraphy.backend.trt").CreateConfig
-        return create
-    rtx = importlib.import_module("polygraphy.backend.tensorrt_rtx")
-    return lambda **options: rtx.CreateConfigRTX(compute_capabilities=[capability], **options)
+        trt_backend = importlib.import_module("polygraphy.backend.trt")
+        create = functools.partial(
+            trt_backend.CreateConfig,
+            max_aux_streams=0,
+            profiling_verbosity=trt.ProfilingVerbosity.DETAILED,  # for its engine inspector
+        )
+    else:
+        rtx_backend = importlib.import_module("polygraphy.backend.tensorrt_rtx")
+        create = functools.partial(
+            rtx_backend.CreateConfigRTX, compute_capabilities=[capability], max_aux_streams=0
+        )
+
+    def configure(builder: Any, network: Any, config: Any) -> None:
+        config.clear_flag(trt.BuilderFlag.TF32)
+
+    backend = importlib.import_module("polygraphy.backend.trt")
+    return lambda **options: backend.PostprocessConfig(create(**options), configure)
 
 
 def _profile(backend: Any, bounds: Mapping[str, Bounds], network: Any) -> Any:
@@ -185,26 +197,3 @@ def _monitor(trt: Any, report: OnProgress) -> Any:
                 self.running.pop(phase, None)
 
     return Monitor()
-
-
-def _matmul_inputs(trt: Any, network: Any) -> dict[str, tuple[str, ...]]:
-    """Types that each matrix product reads, as parsed; "FP8 as BF16" of a dequantised input.
-
-    What the built engine runs can only be read where it is loaded, on a GPU.
-    """
-    layers = [network.get_layer(i) for i in range(network.num_layers)]
-    dequantised = {
-        layer.get_output(0).name: layer.get_input(0).dtype.name
-        for layer in layers
-        if layer.type == trt.LayerType.DEQUANTIZE
-    }
-
-    def name(tensor: Any) -> str:
-        stored = dequantised.get(tensor.name)
-        return f"{stored} as {tensor.dtype.name}" if stored else str(tensor.dtype.name)
-
-    return {
-        layer.name: tuple(name(layer.get_input(i)) for i in range(layer.num_inputs))
-        for layer in layers
-        if layer.type == trt.LayerType.MATRIX_MULTIPLY
-    }

@@ -5,13 +5,30 @@ from pathlib import Path
 import pytest
 
 from graphs.contract.manifest import Compiler, EngineMode, EngineRecord, Manifest, Profile
+from graphs.contract.program import Product, Program
 from graphs.contract.spec import GraphName
 from graphs.engines.table import engine_table
 
+FP8 = Product(("attention.o",), ("fp8_e4m3", "fp8_e4m3", "float"), in_place=True)
+PROGRAMS: dict[EngineMode, Program] = {
+    "decode": Program(
+        {"function": 17, "fully_connected": 10}, (FP8,), ("attention.o",), 1, 1, False
+    ),
+    "prefill": Program({"function": 34}, (), ("attention.o",), 1, 1, False),
+}
 
-def record(size: int, decode: int, prefill: int | None = 20_000_000) -> EngineRecord:
+
+def record(
+    size: int,
+    decode: int,
+    prefill: int | None = 20_000_000,
+    programs: dict[EngineMode, Program] = PROGRAMS,
+) -> EngineRecord:
     activation: dict[EngineMode, int | None] = {"decode": decode, "prefill": prefill}
-    return EngineRecord("f", "", size, "", {}, {}, activation, {}, None, {}, size / 1e6, size * 10)
+    seconds, memory = size / 1e6, size * 10
+    return EngineRecord(
+        "f", "", size, "", {}, {}, activation, {}, None, programs, "", seconds, memory
+    )
 
 
 def written(
@@ -31,7 +48,7 @@ def written(
 
 
 def test_a_row_per_model_and_engine_and_what_differs_between_targets(tmp_path: Path) -> None:
-    big, small = record(4_700_000, 13_600_000), record(300_000, 8_340_000, None)
+    big, small = record(4_700_000, 13_600_000), record(300_000, 8_340_000, None, {})
     other = record(4_600_000, 13_600_000)
     paths = [
         written(tmp_path, "one", "sm120", {"dense": big, "head": small}),
@@ -39,16 +56,17 @@ def test_a_row_per_model_and_engine_and_what_differs_between_targets(tmp_path: P
         written(tmp_path, "two", "sm120", {"moe": big}),
     ]
     assert engine_table(paths).splitlines() == [
-        "| model | engine | file, MB | activation, decode, MB | activation, prefill, MB |",
-        "| --- | --- | ---: | ---: | ---: |",
-        "| `one` | `dense` | 4.7 (SM89: 4.6) | 13.6 | 20.0 |",
-        "| `one` | `moe` | – | – | – |",
-        "| `one` | `experts` | – | – | – |",
-        "| `one` | `head` | 0.3 | 8.3 | – |",
-        "| `two` | `dense` | – | – | – |",
-        "| `two` | `moe` | 4.7 | 13.6 | 20.0 |",
-        "| `two` | `experts` | – | – | – |",
-        "| `two` | `head` | – | – | – |",
+        "| model | engine | file, MB | activation, decode, MB | activation, prefill, MB "
+        "| launches, decode | launches, prefill | FP8 products |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| `one` | `dense` | 4.7 (SM89: 4.6) | 13.6 | 20.0 | 27 | 34 | 0 of 1 |",
+        "| `one` | `moe` | – | – | – | – | – | – |",
+        "| `one` | `experts` | – | – | – | – | – | – |",
+        "| `one` | `head` | 0.3 | 8.3 | – | not read | not read | not read |",
+        "| `two` | `dense` | – | – | – | – | – | – |",
+        "| `two` | `moe` | 4.7 | 13.6 | 20.0 | 27 | 34 | 0 of 1 |",
+        "| `two` | `experts` | – | – | – | – | – | – |",
+        "| `two` | `head` | – | – | – | – | – | – |",
         "",
         "5 fp8 engines by rtx for SM120, SM89, profile b8t128c4096, each built in at most 4.7 s "
         "and 47 MB of memory.",

@@ -304,7 +304,8 @@ def write_double_engines(
             activation_bytes=dict.fromkeys(ENGINE_MODES, 0),
             budget_bytes=dict.fromkeys(ENGINE_MODES, 0),
             weight_bytes=0,
-            matmul_inputs_as_parsed={},
+            programs={},
+            not_read="not read: a double's engine",
             seconds=0.0,
             peak_resident_bytes=0,
         )

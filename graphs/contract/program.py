@@ -1,0 +1,66 @@
+"""What an engine runs in one mode, as read from the compiled engine (graphs/engines/program.py)."""
+
+from dataclasses import dataclass
+
+FP8 = "fp8_e4m3"
+FP8_PRODUCT = (FP8, FP8, "float")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product: its linear layers or, where it has none, its nodes.
+
+    types: of activation, weight and result, as TensorRT names them. `in_place`: the weight is read
+    where it is bound.
+    """
+
+    layers: tuple[str, ...]
+    types: tuple[str, str, str]
+    in_place: bool
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.types == FP8_PRODUCT
+
+
+@dataclass(frozen=True)
+class Program:
+    """launches: of each kind; `fp8_layers`: the linear layers with FP8 weights, by name."""
+
+    launches: dict[str, int]
+    products: tuple[Product, ...]
+    fp8_layers: tuple[str, ...]
+    streams: int
+    events: int
+    tf32: bool
+
+    @property
+    def launch_count(self) -> int:
+        return sum(self.launches.values())
+
+    def faults(self) -> list[str]:
+        """What an engine must not do: an FP8 layer in other types, TF32, a second stream."""
+        by_layer = {layer: p for p in self.products for layer in p.layers}
+        faults = []
+        for layer in self.fp8_layers:
+            product = by_layer.get(layer)
+            if product is None:
+                faults.append(f"{layer}: expected an FP8 product, got none")
+            elif not product.is_fp8:
+                faults.append(f"{layer}: expected {_text(FP8_PRODUCT)}, got {_text(product.types)}")
+        if self.tf32:
+            faults.append("expected fp32 products in fp32, got TF32")
+        if self.streams != 1:
+            faults.append(f"expected 1 stream, got {self.streams}")
+        return faults
+
+    @property
+    def fp8_products(self) -> int:
+        """How many of the FP8 layers are FP8 products."""
+        made = {layer for p in self.products if p.is_fp8 for layer in p.layers}
+        return len(made & set(self.fp8_layers))
+
+
+def _text(types: tuple[str, str, str]) -> str:
+    activation, weight, result = types
+    return f"{activation} × {weight} → {result}"
