@@ -44,9 +44,10 @@ def open_session(
     threads: int,
     cuda_stream: int | None = None,
     row_invariant: bool = False,
+    rounded: bool = False,
 ) -> Any:
     """A session of one graph: on the CPU fp32 with large linear layers as convolutions of few
-    rows, other precisions in their widened form.
+    rows, other precisions in their widened form, or `rounded` as an engine's values are.
 
     `threads` is ONNX Runtime's thread count, 0 for one per core. `row_invariant` leaves the linear
     layers as they are: what one makes of a row is then the same, bit for bit, beside however many
@@ -56,7 +57,7 @@ def open_session(
     if cuda_stream is None:
         model = onnx.load_from_string(content)
         if spec.precision != "fp32":
-            model = widen(model)
+            model = widen(model, rounded)
         elif not row_invariant:
             model = pointwise(model)
         content = model.SerializeToString()

@@ -44,7 +44,9 @@ class LoadOptions:
     profile's batch of sequences, each as long as its context. threads: ONNX Runtime's, by default
     and with 0 one per core. batch_invariant: whether, on ONNX Runtime, a lone token runs as two
     rows, so that a request gives, bit for bit, what it gives beside others; it is slower then.
-    verify: recompute the checksums of all weight files, not only of small ones.
+    rounded: whether, on ONNX Runtime on the CPU, every value that the graph has in bf16 is rounded
+    to it, as in an engine; else it stays fp32. verify: recompute the checksums of all weight files,
+    not only of small ones.
     """
 
     backend: BackendName = "onnxruntime"
@@ -55,6 +57,7 @@ class LoadOptions:
     cache: int | str | None = None
     threads: int | None = None
     batch_invariant: bool = False
+    rounded: bool | None = None
     verify: bool = False
 
     def __post_init__(self) -> None:
@@ -70,7 +73,7 @@ class LoadOptions:
 
 
 _OWN_OPTIONS: dict[BackendName, tuple[str, ...]] = {
-    "onnxruntime": ("provider", "threads", "profile"),
+    "onnxruntime": ("provider", "threads", "profile", "rounded"),
     "tensorrt": ("engines", "rtx"),
 }
 
@@ -99,9 +102,16 @@ def _open_backend(build: Path, spec: BuildSpec, options: LoadOptions) -> tuple[B
         folder = options.engines or find_engines(build, gpu)
         engines = TensorRTBackend.open(build, spec, folder, gpu, options.rtx)
         return engines, engines.profile
+    if options.rounded and options.provider == "cuda":
+        raise BuildError(
+            "rounded: expected provider 'cpu', got 'cuda', which runs graphs as exported; leave it "
+            "out"
+        )
     device = CudaDevice.open() if options.provider == "cuda" else HostDevice()
-    threads, invariant = options.threads or 0, options.batch_invariant
-    return OnnxRuntimeBackend(build, spec, device, threads, invariant), limits
+    backend = OnnxRuntimeBackend(
+        build, spec, device, options.threads or 0, options.batch_invariant, bool(options.rounded)
+    )
+    return backend, limits
 
 
 def _assemble(

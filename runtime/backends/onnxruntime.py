@@ -33,6 +33,7 @@ class OnnxRuntimeBackend:
         device: Device,
         threads: int = 0,
         batch_invariant: bool = False,
+        rounded: bool = False,
     ) -> None:
         """`batch_invariant`: a lone row runs as two, since one row has a kernel of its own.
 
@@ -45,7 +46,7 @@ class OnnxRuntimeBackend:
         for graph in GRAPHS:
             content = spec.onnx_bytes(build, graph)
             self.sessions[graph] = open_session(
-                spec, content, threads, device.stream, batch_invariant
+                spec, content, threads, device.stream, batch_invariant, rounded
             )
         self.layers: list[_Binding] = []
         self.experts_binding, self.head_binding = self._binding("experts"), self._binding("head")

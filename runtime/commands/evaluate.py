@@ -12,7 +12,7 @@ from graphs.contract.manifest import Profile
 from graphs.contract.spec import BuildError, BuildSpec
 from graphs.scoring import WINDOW, Scores
 from runtime.commands.loading import load
-from runtime.commands.options import BuildArgument, OpeningOptions, with_groups
+from runtime.commands.options import BuildArgument, OpeningOptions, RoundedOption, with_groups
 from runtime.evaluate import evaluate as score
 from runtime.load import LoadOptions
 from runtime.tokenizers.load import load_tokenizer
@@ -32,9 +32,10 @@ def evaluate(
     against: Annotated[
         Path | None, typer.Option(help="File that another build's --out wrote, to compare with.")
     ] = None,
+    rounded: RoundedOption = False,
 ) -> None:
     """Bits per byte and per token, in windows of 512 tokens with at least 255 tokens of context."""
-    options = _for_a_window(opening.load_options())
+    options = _for_a_window(opening.load_options(rounded=rounded or None))
     if not text.is_file():
         raise BuildError(f"{text}: no such file")
     if out is not None and not out.parent.is_dir():

@@ -13,6 +13,14 @@ from graphs.contract.manifest import Profile
 from graphs.contract.spec import BuildError
 from runtime.load import BackendName, LoadOptions, OptionError, Provider
 
+RoundedOption = Annotated[
+    bool,
+    typer.Option(
+        "--rounded",
+        help="Round every bf16 value of a graph to bf16, as an engine does; on the CPU it stays "
+        "fp32 otherwise.",
+    ),
+]
 BuildArgument = Annotated[Path, typer.Argument(help="Build folder, build/MODEL/PRECISION.")]
 
 

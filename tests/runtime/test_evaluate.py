@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from bench.quality.fp8_by_layer import KINDS, kind_of, with_fp8
 from bench.quality.int4_checkpoint import app as int4_app
 from bench.quality.int4_checkpoint import int4_config
-from bench.quality.quality import BAR, FP8, QualityRow, failure
+from bench.quality.quality import BAR, FP8, ROUNDED, QualityRow, failure
 from bench.quality.quality import app as quality_app
 from export.checkpoint.open import Checkpoint
 from export.checkpoint.tensor_names import is_linear, is_routed
@@ -26,9 +26,9 @@ from graphs import scoring
 from graphs.contract.config import load_raw_config
 from graphs.contract.manifest import Profile
 from graphs.contract.quantization import Int4Groups
-from graphs.contract.spec import BuildError, BuildSpec, config_hash, layer_file
+from graphs.contract.spec import BuildError, BuildSpec, Precision, config_hash, layer_file
 from graphs.contract.tensorfile import Array, TensorFile, write_arrays
-from graphs.scoring import Scores, divergence, scored_logits, windows
+from graphs.scoring import WINDOW, Scores, divergence, scored_logits, windows
 from runtime.__main__ import app
 from runtime.evaluate import evaluate
 from runtime.load import load_chain
@@ -233,6 +233,22 @@ def test_what_cannot_be_written_or_compared_is_said_before_anything_runs(
     assert isinstance(done.exception, BuildError) and expected in str(done.exception)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_rounding_as_an_engine_does_costs_few_bits(nano: Build, precision: Precision) -> None:
+    """The bar is 0.25 % of fp32's; and rounding is there to be seen in the logits."""
+    text = TEXT[:4096]
+    profile = Profile(tokens=WINDOW, context=WINDOW)
+
+    def score(precision: Precision, rounded: bool = False) -> Scores:
+        chain = load_chain(nano(precision), profile=profile, threads=1, rounded=rounded)
+        return evaluate(chain, byte_tokenizer(chain.config), text)
+
+    fp32, widened, rounded = score("fp32"), score(precision), score(precision, rounded=True)
+    assert abs(rounded.bits_per_byte - fp32.bits_per_byte) <= BAR * fp32.bits_per_byte
+    assert rounded.bits_per_byte != widened.bits_per_byte
+
+
 # What precisions cost: bench/quality/quality.py
 
 
@@ -294,10 +310,11 @@ def test_every_linear_layer_that_fp8_packs_is_of_one_kind(tmp_path: Path) -> Non
     assert reads_h == {True}
 
 
+@pytest.mark.parametrize("name", [FP8, *ROUNDED.values()])
 @pytest.mark.parametrize("change, fails", [(BAR, False), (BAR * 1.01, True), (-1.0, False)])
-def test_the_bar(change: float, fails: bool) -> None:
+def test_the_bar(name: str, change: float, fails: bool) -> None:
     message = failure(
-        [QualityRow("fp32", "fp32", 1.7, 1.0, 1, 0), QualityRow(FP8, "fp32", 1.7, change, 1, 0)]
+        [QualityRow("fp32", "fp32", 1.7, 1.0, 1, 0), QualityRow(name, "fp32", 1.7, change, 1, 0)]
     )
     assert (message is not None) == fails
     assert message is None or "expected at most 0.25% more bits than fp32, got +0.25" in message
@@ -314,7 +331,10 @@ def test_a_damaged_fp8_build_fails_with_both_tables(
     (tmp_path / "text").write_bytes(TEXT[:400])
     arguments = [NANO, tmp_path, "--text", tmp_path / "text", "--part", 100]
     done = CliRunner().invoke(quality_app, list(map(str, arguments)))
-    assert done.exit_code == 1 and "error: fp8: expected at most 0.25%" in done.stderr
+    assert (
+        done.exit_code == 1
+        and "error: fp8: per channel × per token: expected at most 0.25%" in done.stderr
+    )
     assert done.stdout.count("| bits per byte |") == 2
     assert "400 bytes; INT4 in groups of 16" in done.stdout
     result = json.loads((tmp_path / "quality.json").read_text())

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from graphs.contract.manifest import Profile
-from graphs.contract.spec import BuildSpec
+from graphs.contract.spec import BuildError, BuildSpec
 from runtime.cache.budget import BudgetError
 from runtime.devices.base import DeviceError, HostDevice
 from runtime.load import LoadOptions, OptionError, cache_row_bytes, load_chain
@@ -72,10 +72,16 @@ def test_no_gpu_is_one_error(nano: Build, monkeypatch: pytest.MonkeyPatch) -> No
             load_chain(nano("fp32"), **options)
 
 
+def test_a_gpu_runs_graphs_as_exported_so_rounding_them_is_refused(nano: Build) -> None:
+    with pytest.raises(BuildError, match="rounded: expected provider 'cpu', got 'cuda'"):
+        load_chain(nano("fp32"), provider="cuda", rounded=True)
+
+
 def test_an_option_of_another_backend_is_refused() -> None:
     for backend, options in (
         ("tensorrt", {"profile": SMALL}),
         ("tensorrt", {"threads": 0}),
+        ("tensorrt", {"rounded": True}),
         ("onnxruntime", {"engines": "e"}),
     ):
         given: dict[str, Any] = {"backend": backend, **options}

@@ -150,6 +150,7 @@ def test_inline_leaves_standard_operators_with_names_of_their_own() -> None:
 THIRD = 0.33203125  # 16042 in the bits of bf16
 
 # A bf16 layer whose input, weight, constant, initialiser and output are all bf16.
+FP32 = "g (float[4,8] x) => (float[4,8] y) { y = Mul(x, x) }"
 NARROW = """narrow (bfloat16[M,16] x, bfloat16[8,16] w, float[8] wide) => (bfloat16[M,8] y)
     <bfloat16[8] bias>
     { product = Gemm<transB = 1>(x, w)
@@ -206,6 +207,32 @@ def test_widen_2_computes_what_fp32_does_and_rounds_the_output_only() -> None:
         run_onnx(model, inputs, np.zeros(expected.shape, BF16))
     result = run_onnx(widen(model), inputs, np.zeros(expected.shape, BF16))
     np.testing.assert_array_equal(result, expected.astype(BF16))
+
+
+def test_the_rounded_form_rounds_each_value_where_it_is_computed() -> None:
+    model, inputs, _ = narrow()
+    result = run_onnx(widen(model, rounded=True), inputs, np.zeros((5, 8), BF16))
+    x, w, wide = (array.astype(np.float32) for array in inputs.values())
+
+    def rounded(array: Array) -> Array:
+        return array.astype(BF16).astype(np.float32)
+
+    bias = onnx.numpy_helper.to_array(model.graph.initializer[0]).astype(np.float32)
+    moved = rounded(rounded(rounded(x @ w.T) * THIRD) + bias)
+    np.testing.assert_array_equal(result, (moved + rounded(wide)).astype(BF16))
+    assert (result != run_onnx(widen(model), inputs, np.zeros((5, 8), BF16))).any()
+
+
+def test_the_rounded_form_rounds_an_output_that_is_read_and_no_value_that_was_only_moved() -> None:
+    model = parse("""g (bfloat16[4,8] x) => (bfloat16[4,8] y, bfloat16[8,4] z)
+        { y = Mul(x, x)
+          turned = Transpose<perm = [1, 0]>(y)
+          z = Add(turned, turned) }""")
+    form = widen(model, rounded=True)
+    casts = [n.input[0] for n in form.graph.node if n.op_type == "Cast" and "rounded" in n.input[0]]
+    assert casts == ["y_unrounded", "z_unrounded"]
+    assert not unshaped(form)
+    assert widen(parse(FP32), rounded=True) == widen(parse(FP32))
 
 
 def test_widen_3_keeps_the_rounding_to_fp8() -> None:

@@ -226,6 +226,7 @@ def test_bad_builds_and_files_are_one_line(
         ("generate x --prompt a --backend tensorrt --chunk 2", "--chunk is for --backend onnx"),
         ("parity x --backend tensorrt --provider cuda", "--provider is for --backend onnxruntime"),
         ("evaluate x --text y --backend tensorrt --threads 0", "--threads is for --backend onnx"),
+        ("parity x --backend tensorrt --rounded", "--rounded is for --backend onnxruntime"),
         ("parity x --backend torch", "'torch' is not one of"),
     ],
 )
