@@ -26,7 +26,6 @@ from graphs.contract.shapes import CompileError
 from graphs.contract.spec import BuildSpec
 from graphs.engines.compile import compile_build
 from graphs.engines.inspector import inspect_engine, inspected_faults
-from graphs.engines.lint_rules.graph import LintGraph
 from graphs.engines.program import LinearLayers
 from graphs.engines.targets import LEAST_TARGET, TARGETS
 from graphs.engines.tensorrt import load_tensorrt
@@ -102,8 +101,7 @@ def fp8_products(build: Path, manifest: Manifest) -> CheckRow:
     faults: list[str] = []
     count = 0
     for graph, record in manifest.engines.items():
-        model = onnx.load_from_string(spec.onnx_bytes(build, graph))
-        layers = LinearLayers.from_graph(LintGraph.from_model(graph, model, {}))
+        layers = LinearLayers.from_model(onnx.load_from_string(spec.onnx_bytes(build, graph)))
         count += len(layers.fp8)
         if record.programs:  # compiled without a fault
             continue

@@ -64,7 +64,6 @@ def compile(
     for name, engine in manifest.engines.items():
         for excess in excesses(spec, name, engine, manifest.profile):
             console.print(f"warning: {excess}", soft_wrap=True)
-    for name, engine in manifest.engines.items():
         if engine.not_read:
             console.print(f"warning: {name}: {engine.not_read}", soft_wrap=True)
     if missing := [name for name in GRAPHS if name not in manifest.engines]:
@@ -76,8 +75,7 @@ def table(
         list[Path], typer.Argument(help="Manifests: build/MODEL/PRECISION/FOLDER/manifest.json.")
     ],
 ) -> None:
-    """Print compiled engines as a Markdown table: sizes, activation memory, launches and FP8
-    products of each."""
+    """Print compiled engines as a Markdown table: sizes, scratch, launches and FP8 products."""
     print(engine_table(manifests))
 
 

@@ -40,14 +40,16 @@ class Program:
 
     def faults(self) -> list[str]:
         """What an engine must not do: an FP8 layer in other types, TF32, a second stream."""
-        by_layer = {layer: p for p in self.products for layer in p.layers}
         faults = []
         for layer in self.fp8_layers:
-            product = by_layer.get(layer)
-            if product is None:
+            products = self._products_of(layer)
+            if not products:
                 faults.append(f"{layer}: expected an FP8 product, got none")
-            elif not product.is_fp8:
-                faults.append(f"{layer}: expected {_text(FP8_PRODUCT)}, got {_text(product.types)}")
+            faults += [
+                f"{layer}: expected {_text(FP8_PRODUCT)}, got {_text(product.types)}"
+                for product in products
+                if not product.is_fp8
+            ]
         if self.tf32:
             faults.append("expected fp32 products in fp32, got TF32")
         if self.streams != 1:
@@ -56,9 +58,12 @@ class Program:
 
     @property
     def fp8_products(self) -> int:
-        """How many of the FP8 layers are FP8 products."""
-        made = {layer for p in self.products if p.is_fp8 for layer in p.layers}
-        return len(made & set(self.fp8_layers))
+        """How many of the FP8 layers are FP8 products, and nothing else."""
+        products = [self._products_of(layer) for layer in self.fp8_layers]
+        return sum(bool(made) and all(p.is_fp8 for p in made) for made in products)
+
+    def _products_of(self, layer: str) -> list[Product]:
+        return [product for product in self.products if layer in product.layers]
 
 
 def _text(types: tuple[str, str, str]) -> str:

@@ -1,8 +1,7 @@
 """Builds engines of a build folder's graphs: checks the target and the graphs, builds, records.
 
-A graph that breaks a rule of `graphs.engines.lint` is refused before TensorRT sees it.
-
-So is an engine whose compiled program is not what was to be compiled (graphs.engines.program).
+A graph that breaks a rule of `graphs.engines.lint` is refused before TensorRT sees it; an engine
+whose program, as compiled, is not what was to be compiled is refused too (graphs.engines.program).
 
 Nothing is written until every engine asked for is built, and the manifest is written last: were
 this ended in between, an engine would not have the hash that the manifest gives, and be refused.
@@ -33,8 +32,7 @@ from graphs.contract.shapes import CompileError, check_profile, input_bounds
 from graphs.contract.spec import GRAPHS, BuildError, BuildSpec, GraphName, GraphSpec
 from graphs.engines.activation_budget import activation_budget
 from graphs.engines.lint import lint_model
-from graphs.engines.lint_rules.graph import LintGraph
-from graphs.engines.processes import BuildJob, BuildProgress, EngineBuild, build_all
+from graphs.engines.processes import BuildJob, BuildProgress, FinishedBuild, build_all
 from graphs.engines.program import LinearLayers, ProgramTextError, read_programs
 from graphs.engines.targets import resolve_target
 from graphs.engines.tensorrt import MODULES
@@ -53,7 +51,7 @@ def compile_build(
     """Build the engines of `graphs` and return the folder's new manifest.
 
     Raises BuildError where the build folder is not whole, CompileError where target or profile
-    cannot be, a graph breaks a rule, or a build fails.
+    cannot be, a graph breaks a rule, a build fails, or an engine's program is at fault.
     """
     profile = profile or Profile()
     spec = BuildSpec.load(build)
@@ -75,8 +73,8 @@ def compile_build(
     records: dict[GraphName, EngineRecord] = {}
     engines: dict[GraphName, bytes] = {}
 
-    def progress(graph: GraphName, event: BuildProgress | EngineBuild) -> None:
-        if isinstance(event, EngineBuild):
+    def progress(graph: GraphName, event: BuildProgress | FinishedBuild) -> None:
+        if isinstance(event, FinishedBuild):
             engines[graph] = event.engine.data
             budget = {m: activation_budget(spec, graph, m, profile) for m in ENGINE_MODES}
             records[graph] = _record(spec.graphs[graph], jobs[graph], event, budget)
@@ -99,10 +97,10 @@ def _refuse_slow(jobs: Mapping[GraphName, BuildJob]) -> None:
 
 
 def _record(
-    graph: GraphSpec, job: BuildJob, built: EngineBuild, budget: dict[EngineMode, int]
+    graph: GraphSpec, job: BuildJob, built: FinishedBuild, budget: dict[EngineMode, int]
 ) -> EngineRecord:
     engine = built.engine
-    programs, not_read = _programs(graph.name, job, built)
+    programs, not_read = _programs(job, built)
     return EngineRecord(
         file=f"{graph.name}.engine",
         sha256=hashlib.sha256(engine.data).hexdigest(),
@@ -120,18 +118,15 @@ def _record(
     )
 
 
-def _programs(
-    name: GraphName, job: BuildJob, built: EngineBuild
-) -> tuple[dict[EngineMode, Program], str]:
+def _programs(job: BuildJob, built: FinishedBuild) -> tuple[dict[EngineMode, Program], str]:
     """What the engine runs in each mode; or nothing, and why it was not read."""
     package = MODULES[job.compiler]
     version = f"{package} {built.versions[package]}"
     if job.compiler == "tensorrt":
         return {}, f"not read: {version}, whose engines are inspected by `make gpu-check`"
-    graph = LintGraph.from_model(name, onnx.load_from_string(job.onnx_bytes), {})
-    layers, modes = LinearLayers.from_graph(graph), len(ENGINE_MODES)
+    layers = LinearLayers.from_model(onnx.load_from_string(job.onnx_bytes))
     try:
-        programs = read_programs(built.engine.data, layers, modes)
+        programs = read_programs(built.engine.data, layers, len(ENGINE_MODES))
     except ProgramTextError as e:
         return {}, f"not read: {version}: {e}"
     return dict(zip(ENGINE_MODES, programs, strict=True)), ""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from graphs.engines.program import NODE, LinearLayers
+from graphs.engines.program import LinearLayers, layer_name
 
 Inspected = list[dict[str, Any]]
 
@@ -28,9 +28,9 @@ def inspected_faults(inspected: Inspected, layers: LinearLayers) -> list[str]:
     types: dict[str, list[str]] = {}
     for layer in inspected:
         read = [_type(tensor) for tensor in layer.get("Inputs") or []]
-        for node in NODE.findall(layer.get("Metadata") or ""):
-            if weight := layers.by_node.get(node):
-                types.setdefault(weight.removesuffix(".weight"), read)
+        _, weights = layers.weights_of(layer.get("Metadata") or "")
+        for weight in weights:
+            types.setdefault(layer_name(weight), read)
     return list(_faults(layers.fp8, types))
 
 

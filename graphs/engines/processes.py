@@ -34,6 +34,8 @@ class BuildProgress:
 
 @dataclass(frozen=True)
 class BuildJob:
+    """A graph to build for a GPU of this compute capability, and the shapes of its modes."""
+
     onnx_bytes: bytes
     shapes: dict[EngineMode, dict[str, Bounds]]
     compiler: Compiler
@@ -41,7 +43,9 @@ class BuildJob:
 
 
 @dataclass(frozen=True)
-class EngineBuild:
+class FinishedBuild:
+    """An engine, and what building it took: versions, seconds, peak memory of its process."""
+
     engine: BuiltEngine
     versions: dict[str, str]
     seconds: float
@@ -50,7 +54,7 @@ class EngineBuild:
 
 def build_all(
     jobs: Mapping[GraphName, BuildJob],
-    progress: Callable[[GraphName, BuildProgress | EngineBuild], None],
+    progress: Callable[[GraphName, BuildProgress | FinishedBuild], None],
 ) -> None:
     """Run the jobs, PARALLEL at a time; the first failure ends the others."""
     context = multiprocessing.get_context("spawn")
@@ -70,7 +74,7 @@ def build_all(
                 graph, process = running[pipe]
                 event = _receive(pipe, graph, process)
                 progress(graph, event)
-                if isinstance(event, EngineBuild):
+                if isinstance(event, FinishedBuild):
                     process.join()
                     del running[pipe]
     finally:
@@ -81,9 +85,9 @@ def build_all(
 
 def _receive(
     pipe: Connection, graph: GraphName, process: BaseProcess
-) -> BuildProgress | EngineBuild:
+) -> BuildProgress | FinishedBuild:
     try:
-        event: BuildProgress | EngineBuild | TensorRTError = pipe.recv()
+        event: BuildProgress | FinishedBuild | TensorRTError = pipe.recv()
     except EOFError as e:
         process.join()
         raise CompileError(
@@ -95,7 +99,7 @@ def _receive(
 
 
 def _build_one(job: BuildJob, pipe: Connection) -> None:
-    """Build in a process of its own; send BuildProgress, then a EngineBuild or the error."""
+    """Build in a process of its own; send BuildProgress, then a FinishedBuild or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process on Ctrl-C
     start = time.perf_counter()
     try:
@@ -108,7 +112,7 @@ def _build_one(job: BuildJob, pipe: Connection) -> None:
             lambda share, phase: pipe.send(BuildProgress(share, phase)),
         )
         seconds = round(time.perf_counter() - start, 3)
-        pipe.send(EngineBuild(engine, versions(job.compiler), seconds, _peak_resident_bytes()))
+        pipe.send(FinishedBuild(engine, versions(job.compiler), seconds, _peak_resident_bytes()))
     except TensorRTError as e:
         pipe.send(e)
 

@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import onnx
+
 from graphs.contract.program import Product, Program
 from graphs.engines.lint_rules.graph import LintGraph
 from graphs.engines.lint_rules.linear import FP8_TYPES
@@ -28,7 +30,7 @@ PROGRAM_VERSION, FUSION_VERSION = "5", "4"
 NO_LAUNCH = {"shape_call", "signal", "wait"}  # host work, and order between streams
 FUSION_REGION = "name=runtime-fusion-consts"
 
-NODE = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
+_NODE = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
 
 _PROFILE = re.compile(r" \[profile (\d+)\]")
 _LINE = re.compile(r"^  ([a-z_]+)=\{ (.*)\}$", re.MULTILINE)
@@ -45,19 +47,26 @@ class ProgramTextError(ValueError):
 
 @dataclass(frozen=True)
 class LinearLayers:
-    """A graph's weights: `by_node` those that products read, `fp8` those in FP8.
+    """A graph's linear layers, called as their weights: `attention.o` for `attention.o.weight`.
 
-    A linear layer is called as its weight, `attention.o` for `attention.o.weight`.
+    weights: the one that a node multiplies by. fp8: the layers whose weights are FP8.
     """
 
-    by_node: Mapping[str, str]
+    weights: Mapping[str, str]
     fp8: tuple[str, ...]
 
     @classmethod
-    def from_graph(cls, graph: LintGraph) -> "LinearLayers":
+    def from_model(cls, model: onnx.ModelProto) -> "LinearLayers":
+        """Those of an exported graph."""
+        graph = LintGraph.from_model(model.graph.name, model, {})
         types = {v.name: v.type.tensor_type.elem_type for v in graph.flat.graph.input}
-        fp8 = (name for name in graph.weights if types[name] in FP8_TYPES)
-        return cls({p.node.name: p.weight for p in graph.products}, tuple(map(_layer, fp8)))
+        fp8 = (layer_name(name) for name in graph.weights if types[name] in FP8_TYPES)
+        return cls({p.node.name: p.weight for p in graph.products}, tuple(fp8))
+
+    def weights_of(self, layers_text: str) -> tuple[list[str], list[str]]:
+        """The nodes that TensorRT names in what it made of them, and the weights they read."""
+        nodes = _NODE.findall(layers_text)
+        return nodes, sorted({self.weights[n] for n in nodes if n in self.weights})
 
 
 @dataclass
@@ -126,8 +135,10 @@ def _texts(engine: bytes) -> Iterator[_Text]:
 
 def _program(text: _Text, layers: LinearLayers) -> Program:
     launches = Counter(kind for kind, _ in _LINE.findall(text.main) if kind not in NO_LAUNCH)
-    if launches["runtime_fusion"] < len(text.fusions):
-        raise ProgramTextError("more fusions than are launched")
+    if launches["runtime_fusion"] != len(text.fusions):
+        raise ProgramTextError(
+            f"expected {launches['runtime_fusion']} fusions, got {len(text.fusions)}"
+        )
     products = [p for part in (text, *text.fusions) for p in _products(part, layers)]
     return Program(
         dict(sorted(launches.items())),
@@ -155,13 +166,12 @@ def _products(text: _Text, layers: LinearLayers) -> Iterator[Product]:
             operand_types = types[x], types[weight], types[result]
         except KeyError as e:
             raise ProgramTextError(f"a product's operand without a type: {e}") from e
-        nodes = NODE.findall(rest)
-        weights = sorted({layers.by_node[n] for n in nodes if n in layers.by_node})
+        nodes, weights = layers.weights_of(rest)
         in_place = [_graph_name(bases.get(weight, weight))] == weights
-        yield Product(tuple(map(_layer, weights)) or tuple(nodes), operand_types, in_place)
+        yield Product(tuple(map(layer_name, weights)) or tuple(nodes), operand_types, in_place)
 
 
-def _layer(weight: str) -> str:
+def layer_name(weight: str) -> str:
     return weight.removesuffix(".weight")
 
 

@@ -8,7 +8,6 @@ its own (graphs.engines.compile gives it one). Importing this module imports non
 How engines are run is for runtime/backends/engine.py, which is given what `load_tensorrt` returns.
 """
 
-import functools
 import importlib
 import importlib.metadata
 import logging
@@ -74,7 +73,7 @@ def build_engine(
     backend = _load_polygraphy(compiler, log)
     try:
         network = backend.NetworkFromOnnxBytes(onnx_bytes, strongly_typed=True)()
-        config = _config(trt, compiler, capability)(
+        config = _config(trt, backend, compiler, capability)(
             profiles=[_profile(backend, profile, network[1]) for profile in profiles],
             progress_monitor=_monitor(trt, report),
         )
@@ -134,26 +133,28 @@ def _load_polygraphy(compiler: Compiler, log: _Log) -> Any:
     return importlib.import_module("polygraphy.backend.trt")
 
 
-def _config(trt: Any, compiler: Compiler, capability: tuple[int, int]) -> Callable[..., Any]:
-    """Polygraphy's configuration; a block's launches are a chain, so a second stream only waits."""
-    if compiler == "tensorrt":
-        trt_backend = importlib.import_module("polygraphy.backend.trt")
-        create = functools.partial(
-            trt_backend.CreateConfig,
-            max_aux_streams=0,
-            profiling_verbosity=trt.ProfilingVerbosity.DETAILED,  # for its engine inspector
-        )
-    else:
-        rtx_backend = importlib.import_module("polygraphy.backend.tensorrt_rtx")
-        create = functools.partial(
-            rtx_backend.CreateConfigRTX, compute_capabilities=[capability], max_aux_streams=0
-        )
+def _config(
+    trt: Any, backend: Any, compiler: Compiler, capability: tuple[int, int]
+) -> Callable[..., Any]:
+    """Polygraphy's configuration, without TF32 and for one stream.
 
-    def configure(builder: Any, network: Any, config: Any) -> None:
+    A block's launches are a chain, so a second stream only adds waits.
+    """
+    flavour_options: dict[str, Any]
+    if compiler == "tensorrt":
+        create = backend.CreateConfig
+        # for its engine inspector
+        flavour_options = {"profiling_verbosity": trt.ProfilingVerbosity.DETAILED}
+    else:
+        create = importlib.import_module("polygraphy.backend.tensorrt_rtx").CreateConfigRTX
+        flavour_options = {"compute_capabilities": [capability]}
+
+    def clear_tf32(_builder: Any, _network: Any, config: Any) -> None:
         config.clear_flag(trt.BuilderFlag.TF32)
 
-    backend = importlib.import_module("polygraphy.backend.trt")
-    return lambda **options: backend.PostprocessConfig(create(**options), configure)
+    return lambda **options: backend.PostprocessConfig(
+        create(max_aux_streams=0, **flavour_options, **options), clear_tf32
+    )
 
 
 def _profile(backend: Any, bounds: Mapping[str, Bounds], network: Any) -> Any:

@@ -40,7 +40,8 @@ def widen(model: onnx.ModelProto, rounded: bool = False) -> onnx.ModelProto:
         if initializer.data_type == _BF16:
             initializer.CopyFrom(_widened_tensor(initializer))
     _cast_inputs(graph)
-    _round_values(graph, narrow)
+    if rounded:
+        _round_values(graph, narrow)
     _cast_outputs(graph)
     return infer_shapes(wide)
 

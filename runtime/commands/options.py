@@ -17,8 +17,8 @@ RoundedOption = Annotated[
     bool,
     typer.Option(
         "--rounded",
-        help="Round every bf16 value of a graph to bf16, as an engine does; on the CPU it stays "
-        "fp32 otherwise.",
+        help="Round values to bf16 where the graph has bf16, as an engine does. Without it they "
+        "stay fp32 on the CPU.",
     ),
 ]
 BuildArgument = Annotated[Path, typer.Argument(help="Build folder, build/MODEL/PRECISION.")]

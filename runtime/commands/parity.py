@@ -18,8 +18,8 @@ def parity(build: BuildArgument, opening: OpeningOptions, rounded: RoundedOption
     """Compare blocks and the whole chain with the build's goldens; exit status 1 past tolerance.
 
     The findings go to BUILD/parity/chain.json; `python -m graphs report` makes a page of them. With
-    --rounded, only the distance from the reference is printed: its values are not rounded to bf16,
-    so that no tolerance holds.
+    --rounded, the distance from the reference is printed, and nothing else: the reference rounds
+    nothing to bf16, so no tolerance holds.
     """
     chain = load(build, opening.load_options(rounded=rounded or None))
     with closing(chain.backend):

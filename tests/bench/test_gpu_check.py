@@ -17,7 +17,6 @@ from bench import gpu_check
 from graphs.contract.manifest import Compiler, EngineRecord, Manifest, Profile
 from graphs.contract.program import Program
 from graphs.contract.spec import BuildSpec
-from graphs.engines.lint_rules.graph import LintGraph
 from graphs.engines.program import LinearLayers
 from runtime.backends import BackendError
 from runtime.devices.base import DeviceError
@@ -102,9 +101,9 @@ def test_engines_of_tensorrt_are_inspected(
     fp8_build: Path, monkeypatch: pytest.MonkeyPatch, key: str, activation: str | None, remark: str
 ) -> None:
     model = onnx.load(fp8_build / "onnx" / "dense.onnx")
-    layers = LinearLayers.from_graph(LintGraph.from_model("dense", model, {}))
+    layers = LinearLayers.from_model(model)
     inspected: list[dict[str, Any]] = []
-    for node, weight in layers.by_node.items():
+    for node, weight in layers.weights.items():
         types = [activation if weight == "attention.o.weight" else "FP8", "FP8", "FP32"]
         if types[0]:
             inputs = [{"Name": "x", key: name} for name in types]

@@ -19,7 +19,6 @@ from graphs.contract.shapes import CompileError, input_bounds
 from graphs.contract.spec import BuildSpec
 from graphs.engines import tensorrt
 from graphs.engines.compile import compile_build
-from graphs.engines.lint_rules.graph import LintGraph
 from graphs.engines.program import LinearLayers, ProgramTextError, read_programs
 from graphs.passes.inline import inline
 from tests.support.builds import NANO
@@ -138,6 +137,16 @@ def test_an_fp8_layer_that_is_no_fp8_product_is_named(types: tuple[str, str, str
     ]
 
 
+def test_a_layer_that_is_an_fp8_product_and_another_one_too_is_named() -> None:
+    products = [Product(("attention.o",), types, in_place=True) for types in (BF16, FP8)]
+    for order in (products, products[::-1]):
+        program = Program({}, tuple(order), ("attention.o",), 1, 0, tf32=False)
+        assert program.fp8_products == 0
+        assert program.faults() == [
+            "attention.o: expected fp8_e4m3 × fp8_e4m3 → float, got bf16 × bf16 → bf16"
+        ]
+
+
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
@@ -146,6 +155,10 @@ def test_an_fp8_layer_that_is_no_fp8_product_is_named(types: tuple[str, str, str
         ([header() + PROGRAM] * 2, "expected programs of 1 profiles, got those of \\[0, 0\\]"),
         ([header() + second_profile(PROGRAM)], "got those of \\[1\\]"),
         ([header()], "no descriptors and main"),
+        (
+            [header() + PROGRAM.replace(" label bb1:\n", LAUNCHED_FUSION)],
+            "expected 1 fusions, got 0",
+        ),
         ([header().replace("  tf32=0\n", "") + PROGRAM], "expected a flag tf32, got none"),
         ([header() + PROGRAM.replace(' name="q"', ' name="r"')], "without a type: 'q'"),
         ([header() + PROGRAM.replace("input={", "in={")], "a product without operands"),
@@ -163,7 +176,7 @@ def test_a_text_of_another_form_is_not_read(texts: list[str], message: str) -> N
 def build_with_defaults(content: bytes, shapes: list[Any], path: Path) -> None:
     """An engine as Polygraphy configures it, in a process of its own."""
 
-    def config(_trt: Any, _compiler: str, capability: tuple[int, int]) -> Any:
+    def config(_trt: Any, _backend: Any, _compiler: str, capability: tuple[int, int]) -> Any:
         from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
 
         return functools.partial(CreateConfigRTX, compute_capabilities=[capability])
@@ -191,7 +204,7 @@ def test_tf32_and_a_second_stream_are_seen(wide: Path, tmp_path: Path) -> None:
     child.start()
     child.join()
     assert child.exitcode == 0
-    layers = LinearLayers.from_graph(LintGraph.from_model("dense", model, {}))
+    layers = LinearLayers.from_model(model)
     decode, prefill = read_programs(path.read_bytes(), layers, len(ENGINE_MODES))
     tf32 = "expected fp32 products in fp32, got TF32"
     assert decode.faults() == [tf32]
